@@ -1,4 +1,4 @@
-"""The table of what is timed. Every row is a question; peers.py holds those who answer it."""
+"""The table of what is timed: each case names its contenders, which are in peers.py."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Case:
     kept: int | None = None  # keys that the key mask or the window keeps
     running: bool = False  # each row keeps the `kept` best keys up to its own
     bias: str = ""  # "key": (B, HK, 1, Sk); "key of heads": (B, H, 1, Sk); "dense": (B, H, Sq, Sk)
-    shared: str = ""  # of a dense bias, what it is alike for: "batch", "heads" or both
+    shared: str = ""  # what shares a dense bias: "batch", "heads" or both
     bias_is_float32: bool = False
     softcap: float = 0.0
     tiles: float | None = None  # the share of mask tiles of 128 x 128 that are kept whole
@@ -39,7 +39,7 @@ class Case:
     memory: bool = False  # also measure the memory that the forward takes
     attends: bool = True  # False: no matrix products to count
     steps_cache: bool = False  # a token goes into a cache of `kept` keys and attends to it
-    lengths: tuple[int, ...] = ()  # of the sequences packed into the one row of the batch
+    lengths: tuple[int, ...] = ()  # of the sequences packed one after the other, batch 1
 
     @property
     def pairs(self) -> int:
@@ -262,7 +262,7 @@ def _deterministic() -> list[Case]:
 
 
 def _beside_few_keys() -> list[Case]:
-    """Running top-w beside attention of as many keys in a row, which is less than half the job."""
+    """Running top-w beside attention to w neighbouring keys, which is less than half the job."""
     peers = ("dmattn_window", "sdpa_cudnn_few_keys")
     cases = []
     for batch, seqlen, nheads, nheads_k, head_dim, kept in (
@@ -280,7 +280,7 @@ def _beside_few_keys() -> list[Case]:
         (2, 8192, 16, 16, 128, 512),
         # As many sequences as a training step may have.
         (8, 4096, 32, 8, 128, 1024),
-        # Few rows, of whose time the selection takes a good part.
+        # Few rows: the selection takes a good part of the time.
         (1, 4096, 8, 8, 64, 1024),
         (1, 8192, 12, 12, 64, 768),
     ):
@@ -310,7 +310,7 @@ def _odd_lengths() -> list[Case]:
 
 
 def _few_tokens() -> list[Case]:
-    """Texts and windows of images, of many to a batch, and few keys for many rows."""
+    """Short texts and windows of images, many to a batch, and few keys for many rows."""
     own, masked = ("dmattn",), ("dmattn_masked",)
     beside = ("sdpa_efficient", "sdpa_cudnn_no_dbias")
     plain = (*own, "sdpa_cudnn", "sdpa_flash", "sdpa_efficient")
@@ -351,7 +351,7 @@ def _few_tokens() -> list[Case]:
 
 
 def _few_rows() -> list[Case]:
-    """The rows of a few hundred tokens over a long cache, as a prompt in chunks has them."""
+    """Rows of a few hundred tokens over a long cache, as in a prompt that is read in chunks."""
     plain = Case(FEW_ROWS, "", (), 1, 512, 32768, 8, 8, backward=False)
     biased = dataclasses.replace(plain, bias="dense", shared="heads")
     with_bias = ("dmattn", "sdpa_efficient", "sdpa_cudnn_no_dbias", "flex")
@@ -381,7 +381,7 @@ PADDED_BIAS = "bias beside padding"
 
 
 def _padded_bias() -> list[Case]:
-    """Texts of T5, and triangle attention over a pair representation."""
+    """Texts as for T5, and triangle attention over a pair representation."""
     beside = ("sdpa_efficient", "sdpa_cudnn_no_dbias")
     shape = (64, 512, 512, 8, 8, 64)
     text = Case(PADDED_BIAS, "B64 S512 H8 D64", ("dmattn_masked", *beside), *shape)
@@ -400,7 +400,7 @@ PACKED = "packed sequences"
 
 
 def _drawn(count: int, shortest: int, longest: int) -> tuple[int, ...]:
-    """Lengths of which every one is as likely; the same in each run, so that runs compare."""
+    """Lengths, each equally likely; the same in each run, so that runs can be compared."""
     generator = random.Random(1)
     return tuple(generator.randint(shortest, longest) for _ in range(count))
 
@@ -491,7 +491,7 @@ def _top(
 
 
 def _wide_top(group: str, name: str, contenders: tuple[str, ...]) -> Case:
-    """Of wide heads: 16384 rows and keys, H8/2 D256, w 1024."""
+    """Running top-w with wide heads: 16384 rows and keys, H8/2 D256, w 1024."""
     case = _top(group, name, contenders, 16384, 1024)
     return dataclasses.replace(case, nheads=8, nheads_k=2, head_dim=256)
 
@@ -538,7 +538,7 @@ def _selection() -> list[Case]:
 
 
 def _head_dims() -> list[Case]:
-    """A curve is smoother the fewer head dimensions are computed as larger ones."""
+    """The fewer head dimensions are computed as larger ones, the smoother the curve."""
     shape = Case(OVER_HEAD_DIM, "", ("dmattn", "sdpa_flash", "sdpa_cudnn"), causal=True)
     shape = dataclasses.replace(shape, seqlen_q=8192, seqlen_k=8192, budget_s=0.4)
     return [
@@ -587,11 +587,11 @@ def _one_token() -> list[Case]:
 
 
 def _stretches() -> list[Case]:
-    """Stretches of a text behind what was kept of it, against the text at once, or one token."""
+    """Stretches of a text behind the keys kept of it, beside the whole text, or one token."""
     full = Case(STRETCHES, "", (), backward=False, graphed=True, quick=True, bias="key")
     full = dataclasses.replace(full, seqlen_k=2048, nheads=32, nheads_k=8, kept=2048)
     full = dataclasses.replace(full, steps_cache=True)
-    # Where the block path of a cache overtakes the decode kernel, token by token.
+    # From how many tokens on a cache is faster with all at once than with one after the other.
     turns = [
         dataclasses.replace(
             full,

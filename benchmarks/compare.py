@@ -30,14 +30,14 @@ from benchmarks.cases import CASES, Case
 
 CALLS = 3  # calls that a version makes before the other one has its turn
 LIMIT = 1.02
-SMALL_MS = 0.05  # below this the clock's own steps are a few percent
+SMALL_MS = 0.05  # below this a single step of the clock is a few percent of the time
 SERVE = "--serve"  # what the process of one version is started with
 
 Row = dict[str, Any]
 
 
 def contenders(case: Case) -> list[str]:
-    """Those of a case that run dmattn."""
+    """The contenders of a case that run dmattn."""
     return [name for name in case.contenders if name.startswith("dmattn")]
 
 
@@ -84,7 +84,7 @@ def serve() -> None:
                 with torch.no_grad():
                     call = functools.partial(CONTENDERS["dmattn"][1], data)
                     answer = [host_microseconds(call, rounds=5) for _ in range(CALLS)]
-        except Exception as error:  # told to the process that compares
+        except Exception as error:  # reported to the process that compares
             answer = {"error": f"{type(error).__name__}: {error}"[:300]}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
@@ -94,7 +94,7 @@ class Version:
     """A process that runs one version."""
 
     def __init__(self, path: str | None = None, label: str = "", **variables: str) -> None:
-        """`path`: for PYTHONPATH; None leaves it. `variables`: more of its environment."""
+        """`path`: for PYTHONPATH; None: as it is. `variables`: more environment variables."""
         self.label = label
         environment = os.environ | variables
         if path is not None:

@@ -4,7 +4,7 @@
 
 For each case, forward and backward: the milliseconds of one GPU and of all of them together, their
 ratio, how far the results are apart, and the bytes that leave each GPU per call, counted at the
-collectives and, where the driver has them, at the counters of NVLink. Rank 0 prints the table.
+collectives and, where the driver has NVLink counters, by these. Rank 0 prints the table.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Bench:
         return t.chunk(self.ranks, dim)[self.rank]
 
     def forward_alone(self) -> Tensor:
-        """Of the whole sequence on this device."""
+        """The forward of the whole sequence on this device."""
         q, k, v, bias = self.whole
         window = self.case.window
         return flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True, window_size=window)
@@ -106,7 +106,7 @@ class Bench:
         return torch.autograd.grad(out, self.whole, self.dout)
 
     def forward_together(self) -> Tensor:
-        """Of this rank's tokens, beside the other ranks."""
+        """The forward of this rank's tokens, together with the other ranks."""
         return context_parallel_attention(*self.own, window_size=self.case.window)
 
     def backward_together(self, out: Tensor) -> tuple[Tensor, ...]:
@@ -118,7 +118,7 @@ class Bench:
         return [out, *self.backward_alone(out)]
 
     def together(self) -> list[Tensor]:
-        """The same of this rank's tokens, beside the other ranks."""
+        """The same for this rank's tokens, together with the other ranks."""
         out = self.forward_together()
         return [out, *self.backward_together(out)]
 
@@ -127,9 +127,9 @@ class Bench:
             torch.cuda.synchronize()
 
     def milliseconds(self, step: Step) -> float:
-        """Of one call among several, behind each other as in training.
+        """The time of one of several calls, one after the other as in training.
 
-        On a GPU by its own clock, behind a pause in which the host gets ahead of it.
+        On a GPU by its own clock, after a pause in which the host gets ahead of the GPU.
         """
         self.synchronize()
         dist.barrier()
@@ -151,7 +151,11 @@ class Bench:
         return float(start.elapsed_time(end)) / self.case.calls
 
     def race(self, rounds: int) -> dict[str, float]:
-        """Medians, of one device the mean over the devices, of all together the slowest one's."""
+        """Medians over the rounds.
+
+        For one device alone, that of the mean over the devices and that of the fastest; for all
+        devices together, that of the slowest.
+        """
         steps: dict[str, Step] = {"alone": self.alone, "together": self.together}
         times: dict[str, list[float]] = {name: [] for name in steps}
         for step in steps.values():
@@ -169,7 +173,7 @@ class Bench:
     def compare(self) -> dict[str, Any]:
         """How far this rank's results are from those of the whole sequence on one device.
 
-        As a part of their norm, beside the same of a second run on one device.
+        As a fraction of the norm of the latter, beside the same for a second run on one device.
         """
         names = ("out", "dq", "dk", "dv", "dbias")
         once, mine, again = (
@@ -190,7 +194,7 @@ class Bench:
 
 
 def gathered(value: Any) -> list[Any]:
-    """What each rank has."""
+    """The values of all ranks, in order."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
@@ -219,7 +223,7 @@ def counting(sent: list[tuple[str, int]]) -> Iterator[None]:
 
 
 def nvlink_bytes(device: torch.device) -> int | None:
-    """Sent by a GPU so far over all its links, or None where the driver does not say."""
+    """Bytes sent by a GPU so far over all its links, or None where the driver does not say."""
     if device.type != "cuda":
         return None
     number = str(torch.cuda.get_device_properties(device).uuid)
@@ -304,7 +308,7 @@ class Span(NamedTuple):
     name: str
 
 
-MARKER_CYCLES = 2000  # of a kernel that says in the record where forward and backward begin
+MARKER_CYCLES = 2000  # of a kernel that marks in the profile where forward and backward begin
 LINES = 15
 
 
@@ -341,7 +345,7 @@ def profile(case: Case, device: torch.device, calls: int = 4) -> None:
 
 
 def summary(spans: list[Span], calls: int) -> str:
-    """Milliseconds and launches of each kernel, and when nothing ran, by forward and backward.
+    """Milliseconds and launches of each kernel, and gaps without any; by forward and backward.
 
     The first call is left out: the ranks do not begin at the same time.
     """

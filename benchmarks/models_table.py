@@ -1,4 +1,4 @@
-"""What the timed models of transformers were to reach, as text and as a part of the page."""
+"""Limits for the timed models of transformers, and what was measured, as text and for the page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Limit:
         most: the ratio; None where it is enough that ours ran.
         case, shape, quantity, contender: of our row.
         against: contenders, of which the best counts.
-        other_shape: of their rows, where it is another than ours.
+        other_shape: the shape of the rows of `against`, if it is not that of our row.
     """
 
     what: str
@@ -31,7 +31,7 @@ class Limit:
 
 
 def limits(results: Row) -> list[Limit]:
-    """For the sizes of a run."""
+    """All limits, for the sizes of a run."""
     n = results["sizes"]
     training, generation = "Doge training step", "Doge generate"
     prompt, shortest, longest = (
@@ -94,9 +94,9 @@ def _value(results: Row, limit: Limit, shape: str, contender: str) -> float | No
 
 
 def judged(results: Row) -> list[tuple[Limit, float | None, bool]]:
-    """(limit, what was got, whether that is within it) for each; None was not measured.
+    """(limit, the value measured, whether it is within the limit) for each; None: not measured.
 
-    Nothing for cases that the run was not asked for.
+    Limits of cases that the run was not asked for are left out.
     """
     found, cases = [], {row["case"] for row in results["rows"]}
     for limit in limits(results):

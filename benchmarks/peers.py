@@ -27,7 +27,7 @@ TILE = 128  # rows and keys of a tile of the masks that keep whole tiles
 class Data:
     """Random tensors of a case: q (B, Sq, H, D), k and v (B, Sk, HK, D), bias as in cases.py.
 
-    Packed sequences are a batch of 1.
+    With packed sequences the batch is 1.
     """
 
     case: Case
@@ -38,7 +38,7 @@ class Data:
     # bool (B, HK, 1, Sk), (B, HK, Sq, Sk) for running top-w, (1, 1, Sq, Sk) of tiles, or Case.mask
     mask: Tensor | None
     dout: Tensor
-    cache: dmattn.DynamicMaskCache | None = None  # full, for the cases that step one
+    cache: dmattn.DynamicMaskCache | None = None  # full, for the cases with Case.steps_cache
     new_score: Tensor | None = None  # of the tokens that go into it
     bounds: Tensor | None = None  # int32 (n + 1,): where the n packed sequences begin and end
 
@@ -94,7 +94,7 @@ def make_data(case: Case, device: torch.device) -> Data:
         data = dataclasses.replace(data, mask=running_top_mask(data))
     if case.steps_cache:
         cache = full_cache(data)
-        # High enough to be kept each time.
+        # High enough for the token to be kept each time.
         score = cache.score.new_ones(case.batch, case.nheads_k, case.seqlen_q)
         data = dataclasses.replace(data, cache=cache, new_score=score)
     if case.lengths:
@@ -104,7 +104,7 @@ def make_data(case: Case, device: torch.device) -> Data:
 
 
 def padding(case: Case, device: torch.device) -> Tensor:
-    """(B, 1, 1, Sk): the first keys, from few to all of them, `kept` on average."""
+    """(B, 1, 1, Sk): keeps the first keys of each text, from few to all, `kept` on average."""
     assert case.kept is not None
     fewest = 2 * case.kept - case.seqlen_k
     lengths = torch.linspace(fewest, case.seqlen_k, case.batch, device=device).round()
@@ -136,7 +136,7 @@ def padded_batch(data: Data) -> Data:
 
 
 def full_cache(data: Data) -> dmattn.DynamicMaskCache:
-    """A cache of `kept` keys with as many in it."""
+    """A cache with room for `kept` keys and as many in it."""
     case = data.case
     assert case.kept == case.seqlen_k and data.bias is not None
     cache = dmattn.DynamicMaskCache(
@@ -179,7 +179,7 @@ def dmattn_no_bias(data: Data) -> Tensor:
 
 
 def dmattn_sliding(data: Data, deterministic: bool = False) -> Tensor:
-    """The last keys, with the selection that says so made inside."""
+    """Attention to the last keys; the selection of these is made within the call."""
     case = data.case
     assert case.kept is not None
     last = dmattn.sliding_window(case.seqlen_k, case.kept, device=data.k.device)
@@ -189,7 +189,7 @@ def dmattn_sliding(data: Data, deterministic: bool = False) -> Tensor:
 
 
 def dmattn_window(data: Data, deterministic: bool = False) -> Tensor:
-    """Selection and attention; for one query row both kinds of selection are the same."""
+    """Selection and attention; for one query row, causal and other calls select the same keys."""
     return dmattn.flash_dmattn_func(
         data.q,
         data.k,
@@ -243,7 +243,7 @@ def _append(data: Data, few_tokens: int) -> Tensor:
 
 
 def dmattn_draft(data: Data) -> Tensor:
-    """All tokens looked at, half of them put in."""
+    """Attention of a draft of all tokens, then half of them are put into the cache."""
     cache, tokens = data.cache, data.case.seqlen_q
     assert cache is not None
     out = cache.peek(*_next_tokens(data, tokens))
@@ -283,7 +283,7 @@ def dmattn_chunks(data: Data) -> Tensor:
 
 
 def dmattn_chunks_handed_on(data: Data) -> Tensor:
-    """The rows of a chunk go on to what comes next, such as the layer's projection."""
+    """The rows of each chunk are left where they are, as for the layer's projection to read."""
     for rows in _chunks(data):
         last = rows
     return last
@@ -301,7 +301,7 @@ def dmattn_varlen(data: Data) -> Tensor:
 
 
 def dmattn_padded_batch(data: Data) -> Tensor:
-    """Of what `padded_batch` made."""
+    """Attention over the batch that `padded_batch` has made."""
     assert data.bounds is not None
     places = torch.arange(data.k.shape[1], device=data.k.device)
     mask = places < data.bounds.diff()[:, None]
@@ -311,7 +311,7 @@ def dmattn_padded_batch(data: Data) -> Tensor:
 
 
 def running_top_mask(data: Data) -> Tensor:
-    """bool (B, HK, Sq, Sk) by torch.topk: what those without a kernel for it materialise."""
+    """bool (B, HK, Sq, Sk) by torch.topk: what peers without a kernel for running top-w need."""
     case = data.case
     assert data.bias is not None and case.kept is not None
     seen = torch.ones(case.seqlen_q, case.seqlen_k, dtype=torch.bool, device=data.q.device).tril_()
@@ -364,7 +364,8 @@ def sdpa_flash(data: Data) -> Tensor:
 def _added(data: Data, bias: Tensor | None) -> Tensor | None:
     """Mask and bias as PyTorch takes them: one operand, whose gradient is that of the bias.
 
-    Rows of a bias have to start on 16 bytes: a padded copy, as PyTorch's users make one.
+    Rows of a bias have to start on 16 bytes. Where they do not, a padded copy is made, as users of
+    PyTorch do.
     """
     if bias is None:
         return data.mask
@@ -442,7 +443,7 @@ def topk_gather_sdpa(data: Data) -> Tensor:
 
 
 def torch_cache_step(data: Data) -> Tensor:
-    """Decoding from a cache of w keys: the lowest replaced by torch, then flash; no bias."""
+    """Decoding from a cache of w keys: torch replaces the lowest one, then flash; no bias."""
     cache = data.cache
     assert cache is not None and data.new_score is not None
     slot = cache.score.argmin(dim=2, keepdim=True)
@@ -464,7 +465,7 @@ def torch_varlen_call(causal: bool, grouped: bool) -> Callable[..., Any]:
     options: dict[str, Any] = {}
     if causal:
         options = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    if grouped and "enable_gqa" in known:  # before 2.12 grouped heads need no word
+    if grouped and "enable_gqa" in known:  # before 2.12 grouped heads need no argument
         options["enable_gqa"] = True
     return functools.partial(varlen_attn, **options)
 
@@ -483,7 +484,7 @@ def compiled_flex() -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
     functorch_config.donated_buffer = False  # the timed backward runs more than once
-    # Each case compiles anew. Beyond this limit torch would run its slow definition instead.
+    # Each case is compiled anew. Beyond this limit torch would run it uncompiled, which is slow.
     torch._dynamo.config.recompile_limit = 64
     return torch.compile(flex_attention, dynamic=False)
 
@@ -513,7 +514,7 @@ def flex_softcap(data: Data) -> Tensor:
 def _blocks(
     case: Case, kept: Callable[..., Tensor], batch: int | None = None, nheads: int | None = None
 ) -> Any:
-    """FlexAttention's table of blocks, made once for a case; compiled, it makes no dense mask."""
+    """FlexAttention's table of blocks, made once for a case; compiled, so without a dense mask."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     make = torch.compile(create_block_mask, dynamic=False)
@@ -524,7 +525,7 @@ _rules: dict[Case, Callable[..., Tensor]] = {}
 
 
 def flex_tiles(data: Data) -> Tensor:
-    """With a rule that reads a table of tiles, and the table of blocks given."""
+    """With a rule that reads a table of tiles; the table of blocks is given (not timed)."""
     if data.case not in _rules:
         assert data.mask is not None
         table = data.mask[0, 0, ::TILE, ::TILE].contiguous()
@@ -542,7 +543,7 @@ def flex_sliding(data: Data) -> Tensor:
 
 
 def flex_window(data: Data) -> Tensor:
-    """Running top-w, with the row at which each key leaves and the table of blocks given."""
+    """Running top-w; the row at which each key leaves and the table of blocks are given."""
     case, bias = data.case, data.bias
     assert bias is not None and case.kept is not None
     if case not in _rules:
@@ -554,7 +555,7 @@ def flex_window(data: Data) -> Tensor:
 
 
 def flex_packed(data: Data) -> Tensor:
-    """Causal sequences, with the table of blocks given."""
+    """Causal packed sequences; the table of blocks is given."""
     case = data.case
     assert data.bounds is not None and case.causal
     if case not in _rules:
@@ -638,7 +639,7 @@ CONTENDERS: dict[str, tuple[str, Callable[[Data], Tensor]]] = {
 def calls(name: str, data: Data) -> dict[str, Call]:
     """What to time for one contender: "forward", and "backward" where the case has one."""
     compute = CONTENDERS[name][1]
-    if name == "dmattn_padded_batch":  # ahead of the timing, as its label says
+    if name == "dmattn_padded_batch":  # made before the timing, as its label says
         data = padded_batch(data)
     if not data.case.backward:
         return {"forward": lambda: compute(data)}

@@ -1,12 +1,12 @@
-"""Times random calls beside the fastest of torch's own: where is dmattn behind?
+"""Times random calls beside the fastest of torch's own, to find where dmattn is slower.
 
     python benchmarks/random_calls.py [--seconds S] [--seed N] [--kinds KIND ...] [--json OUT]
 
-The cases of `cases.py` are chosen; these are drawn: shapes, groups of heads, dtypes, masks and
-biases, large and small. For each call the forward and, where there is one, the backward are timed
-from a cold L2 cache, and every peer that can compute the same takes its turn. The ratio is the time
-of the fastest peer over ours: below 1 somebody else is faster. Attention over selected keys stands
-beside attention over all of them, which is what there is without a selection.
+The cases of `cases.py` are chosen; these are drawn at random: shapes, groups of heads, dtypes,
+masks and biases, large and small. For each call the forward and, where there is one, the backward
+are timed from a cold L2 cache, in turn with every peer that can compute the same. The ratio is the
+time of the fastest peer over that of dmattn: below 1 the peer is faster. Attention over selected
+keys is compared with attention over all keys, which is what there is without a selection.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """One call: ours and the peers', each returning the output; what gradients are for, if any."""
+    """One call by dmattn and by its peers, which return the output; inputs that get gradients."""
 
     name: str
     ours: Call
@@ -74,7 +74,10 @@ class Drawn:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Milliseconds of ours, ratios over the fastest peer, and who that was; backward: if timed."""
+    """Milliseconds of dmattn, the ratio of the fastest peer's time to that, and which peer it was.
+
+    The same of the backward, if it was timed.
+    """
 
     kind: str
     name: str
@@ -99,7 +102,7 @@ class Draw:
         torch.manual_seed(seed)
 
     def shape(self, most_tokens: int, most_work: float = 3e12, shortest: int = 1) -> Shape:
-        """Of at most so many tokens and so much work of the forward, without causality."""
+        """A shape of at most so many tokens and so much forward work, as if not causal."""
         while True:
             pick = self.random.choice
             batch, seqlen, nheads = pick((1, 1, 2, 3, 4, 8, 16, 32, 64)), pick(LENGTHS), pick(HEADS)
@@ -132,7 +135,7 @@ def by(
     added: Callable[[], Tensor] | None = None,
     causal: bool = False,
 ) -> Call:
-    """torch's attention; `added` makes its mask, or what it adds to the logits, in the timing."""
+    """torch's attention; `added` makes, within the timed call, its mask or bias."""
     return lambda: sdpa(*qkv, backend, None if added is None else added(), causal)
 
 
@@ -185,7 +188,7 @@ _WITH_MASKS = {"cuDNN": CUDNN, "efficient": EFFICIENT}
 
 
 def bias(draw: Draw) -> Drawn:
-    """Each row and key, of 16 bits or fp32, its gradient asked for or not."""
+    """A bias for each row and key, of 16 bits or fp32, with its gradient asked for or not."""
     x = draw.shape(16384)
     while x.batch * x.nheads * x.seqlen**2 > 1.2e9:
         x = draw.shape(16384)
@@ -301,7 +304,7 @@ def compare(clock: Clock, kind: str, drawn: Drawn) -> Result | None:
     for name, call in drawn.peers.items():
         try:
             peers[name] = time_both(clock, call, drawn.inputs)
-        except RuntimeError:  # what it does not compute, and what does not fit the memory
+        except RuntimeError:  # what the peer does not compute, or what does not fit into memory
             continue
     if not peers:
         return None

@@ -40,7 +40,7 @@ from benchmarks.targets import (  # noqa: E402
 Row = dict[str, Any]
 PHASES = ("forward", "backward")
 OURS = ("#b5179e", "#f06bc8", "#7209b7", "#b388eb", "#f7b5e2", "#5a189a", "#d4a5ff", "#8d4b7e")
-HATCH = "//////"  # of bars of ours with the kernels of another architecture
+HATCH = "//////"  # of bars of dmattn with the kernels of another architecture
 MARK = " †"  # of rows that are not of the main run
 READING = (
     "* Shapes: B batch, S sequence length (Sq queries, Sk keys), H query heads (H16/4: 16 over 4 "
@@ -150,7 +150,7 @@ def markdown(results: Row, plots: str | None, models: Row | None = None) -> str:
             parts += _table(rows, _old_cases(results))
     parts += ["", *_host_and_memory(results)]
     for run in results.get("further_runs", []):
-        if "note" not in run:  # the others are marked where they stand
+        if "note" not in run:  # rows of runs with a note are marked in the tables
             which = f"on {run['date']}, with the kernels of the {run['family']} family"
             what = "; ".join(run["groups"])
             parts += ["", f"From a run of their own, {which}: {what}."]
@@ -205,7 +205,7 @@ def _host_and_memory(results: Row) -> list[str]:
 
 
 def _old_cases(results: Row) -> set[tuple[str, str]]:
-    """(group, case) of rows of a further run about which somebody has noted something."""
+    """(group, case) of the rows from further runs that have a note."""
     return {
         (group, case)
         for run in results.get("further_runs", [])
@@ -282,7 +282,7 @@ def plot_name(group: str) -> str:
 
 
 def write_plots(results: Row, folder: Path) -> None:
-    """One picture per group: bars for forward and backward, ours in front; curves for sweeps."""
+    """One picture per group: bars for forward and backward, dmattn first; curves for sweeps."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -299,7 +299,7 @@ def write_plots(results: Row, folder: Path) -> None:
 
 
 def _plot_sweeps(rows: list[Row], gpu: str, path: Path) -> None:
-    """Time against S on the left and against w on the right, beside what linear growth is."""
+    """Time against S on the left and against w on the right, beside lines of linear growth."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.4))
@@ -314,7 +314,7 @@ def _plot_sweeps(rows: list[Row], gpu: str, path: Path) -> None:
 
 
 def _plot_head_dims(rows: list[Row], gpu: str, path: Path) -> None:
-    """Time against D, forward on the left and backward on the right, a curve each contender."""
+    """Time against D, forward on the left and backward on the right, a curve per contender."""
     import matplotlib.pyplot as plt
 
     extents = {case.name: case.head_dim for case in CASES if case.group == OVER_HEAD_DIM}
@@ -390,19 +390,19 @@ def _short(extent: int) -> str:
 
 
 def _slots(rows: list[Row]) -> int:
-    """Bars of the forward and the gaps between its shapes."""
+    """How many bars one phase has, plus the gaps between its shapes."""
     bars = {(row["case"], row["label"]) for row in rows}
     return len(bars) + len({case for case, _ in bars}) + 1
 
 
 def _styles(rows: list[Row]) -> dict[str, Row]:
-    """How the bars of each label are drawn: a colour each, hatched with other kernels of ours."""
+    """How the bars of each label are drawn: in colours, hatched for dmattn with other kernels."""
 
     def is_mine(row: Row) -> bool:
         return bool(row["label"].startswith("dmattn"))
 
     def name_of(row: Row) -> str:
-        # A peer called in several ways, such as with a mask and with a bias, is one in a picture.
+        # A peer called in several ways, such as with a mask and with a bias, has one colour.
         return str(row["contender"].partition("@")[0] if is_mine(row) else row["label"])
 
     def colors(mine: bool, palette: tuple[str, ...]) -> dict[str, str]:

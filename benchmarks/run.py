@@ -5,8 +5,8 @@
 
 `--cases "running top-w"` times the selection of keys and what comes with it, `--skip "running
 top-w"` all the rest. Without --json the results go to benchmarks/results/<gpu>.json; with --append
-groups that are timed replace those there, and the others stay. `render.py`
-makes the table and the plots from such a file later, on any machine.
+the groups that are timed replace those in that file, and its other groups stay. `render.py` makes
+the table and the plots from such a file later, on any machine.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Row = dict[str, Any]
 
 
 def time_case(case: Case, clock: Clock, device: torch.device, budget_s: float) -> list[Row]:
-    """One row per contender and phase; those that cannot run the case say why."""
+    """One row per contender and phase; for one that cannot run the case it says why."""
     if case.budget_s is not None:
         budget_s = min(budget_s, case.budget_s)
     data = make_data(case, device)
@@ -59,7 +59,7 @@ def time_case(case: Case, clock: Clock, device: torch.device, budget_s: float) -
             rows.append(
                 _row(case, name, "forward") | {"error": (words or [type(error).__name__])[0][:200]}
             )
-    torch.cuda.empty_cache()  # of contenders that ran out of memory
+    torch.cuda.empty_cache()  # after contenders that ran out of memory
     for phase, contenders in phases.items():
         if not contenders:
             continue
@@ -101,7 +101,7 @@ OTHER_CALLS = 4  # requests for a few calls each
 
 
 def time_beside(case: Case, version: Version) -> list[Row]:
-    """Our contenders of a case by a process that runs the kernels of another architecture."""
+    """dmattn's contenders of a case, in a process that runs kernels of another architecture."""
     try:
         known = version.ask(do="load", case=CASES.index(case))
     except RuntimeError as error:
@@ -123,7 +123,7 @@ def time_beside(case: Case, version: Version) -> list[Row]:
 def host_time(device: torch.device) -> list[Row]:
     """Host microseconds of small eager calls: forward, forward and backward, forward with a window.
 
-    Contenders take turns. The window's row stands beside the forward of SDPA, which has none.
+    Contenders take turns. The forward with a window is compared with SDPA's without one.
     """
     small = Case("host time", "B1 S64 H4 D64", (), 1, 64, 64, 4, 4, 64)
     top = Case("host time", "B1 S256 H4 D64 w64", (), 1, 256, 256, 4, 4, 64, causal=True, kept=64)
@@ -134,7 +134,7 @@ def host_time(device: torch.device) -> list[Row]:
         computes = {n: sdpa_here if n == "sdpa_flash" else CONTENDERS[n][1] for n in names}
         calls: dict[str, Call] = {n: functools.partial(f, data) for n, f in computes.items()}
         both = {}
-        # Chosen once here: inside of each call the choice would count as SDPA's own time.
+        # The backend is chosen once: in each call the choice would count as SDPA's own time.
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             with torch.no_grad():
                 forward = host_race(calls)
@@ -193,7 +193,7 @@ def _step(
 
 
 def ceilings(clock: Clock, device: torch.device) -> Row:
-    """What this very chip gives: copy bandwidth and bf16 matrix product."""
+    """What this particular chip reaches: copy bandwidth and bf16 matrix product."""
     source = torch.empty(2**31, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     a, b = (torch.randn(8192, 8192, device=device).bfloat16() for _ in range(2))
@@ -249,7 +249,7 @@ def main() -> int:
         gc.collect()
         torch.cuda.empty_cache()
         print(render.lines_of(rows), flush=True)
-        # What ends this process later loses no case that has been timed.
+        # If this process is ended later, no case that has been timed is lost.
         results["seconds"] = round(time.monotonic() - start)
         rest = [name_of(other) for other in chosen[done:]]
         write(results | {"not_run": results["not_run"] + rest}, earlier, place)
@@ -285,7 +285,7 @@ def place_of(results: Row, arguments: argparse.Namespace) -> Path:
 
 
 def write(results: Row, earlier: Row | None, place: Path) -> Row:
-    """All that the file says then: `results`, and what it said of other groups."""
+    """Write the file, and return what it then has: `results`, and the other groups of `earlier`."""
     known = results if earlier is None else append(earlier, results)
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_text(json.dumps(known, indent=1) + "\n")
@@ -300,7 +300,7 @@ def show(results: Row, arguments: argparse.Namespace) -> None:
 
 
 def append(earlier: Row, results: Row) -> Row:
-    """`earlier`, with the groups of `results` in the place of its own.
+    """`earlier`, in which the groups of `results` replace its own.
 
     Contenders are only ever compared within a group. The page names the groups of further runs, or
     marks their cases (written as "group: case") where a run has a note.
@@ -308,7 +308,7 @@ def append(earlier: Row, results: Row) -> Row:
     groups = {row["group"] for row in results["rows"]}
     kept = [row for row in earlier["rows"] if row["group"] not in groups]
     missing = [x for x in earlier["not_run"] if x.partition(":")[0] not in groups]
-    # Of a group that was not timed at all, the rows of the earlier run stay.
+    # If a group was not timed at all, the rows of the earlier run stay.
     missing += [x for x in results["not_run"] if x.partition(":")[0] in groups]
     further = []
     for run in earlier.get("further_runs", []):

@@ -30,7 +30,7 @@ class Ratio:
     digits: int = 2
 
     def of(self, results: dict[str, Any], phase: str) -> list[float]:
-        """In the order of the cases; of a phase that was not timed none."""
+        """The ratios in the order of the cases; none for a phase that was not timed."""
         times = {
             (row["case"], row["contender"]): row["ms"]
             for row in results["rows"]
@@ -161,7 +161,7 @@ def lines(results: dict[str, Any]) -> list[str]:
 
 
 def with_summary(page: str, results: dict[str, Any]) -> str:
-    """The page with what stands between its markers written anew."""
+    """The page, with the text between its markers written anew."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

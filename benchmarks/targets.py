@@ -145,5 +145,5 @@ def _top_targets() -> list[Target]:
 
 TARGETS = (*_top_targets(), *_dense_targets(), *_feature_targets())
 HOST_TIME_TARGET_US = 25.0
-# Memory beside inputs, outputs and gradients, over the size of what `over` in the row says.
+# Memory beside inputs, outputs and gradients, over the size of the tensors that `over` names.
 PEAK_MEMORY_TARGETS = {"q + k + v": 1.5, "k + v": 1.0}

@@ -32,8 +32,9 @@ class Clock:
         self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
 
     def once(self, call: Call) -> float:
-        """One call from a cold cache. The device is busy until the host has enqueued all of it, so
-        that the device's time is measured; the host's has a measurement of its own."""
+        """Milliseconds of one call from a cold cache. The device is kept busy until the host has
+        enqueued the whole call, so that the time of the device is measured; the time of the host is
+        measured separately."""
         start, end = (
             torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             for _ in range(2)
@@ -88,7 +89,7 @@ def graphed(call: Call) -> Call:
 
 
 def host_race(calls: dict[str, Call], rounds: int = 30, count: int = 100) -> dict[str, float]:
-    """The host's microseconds for one of each of these calls: medians over rounds.
+    """The host's microseconds for each of these calls, made once: medians over rounds.
 
     The calls take turns, as the host's speed changes from second to second. The device is at most
     `count` calls behind.
@@ -109,12 +110,12 @@ def host_race(calls: dict[str, Call], rounds: int = 30, count: int = 100) -> dic
 
 
 def host_microseconds(call: Call, rounds: int = 30) -> float:
-    """`host_race` of one call."""
+    """As `host_race`, for one call alone."""
     return host_race({"": call}, rounds)[""]
 
 
 def peak_bytes_beside(step: Callable[[], tuple[torch.Tensor, ...]]) -> int:
-    """The highest memory that a step takes beside what was there before and what it returns."""
+    """Peak bytes that a step takes beside what was allocated before and what it returns."""
     step()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

@@ -47,7 +47,7 @@ class Sizes:
     """Shapes of all cases."""
 
     vocabulary: int = 32768
-    hidden: int = 1024  # of the Doge model; heads of 64 dimensions, an eighth of them for keys
+    hidden: int = 1024  # of Doge; heads of 64 dimensions, an eighth as many for keys
     intermediate: int = 2048
     layers: int = 8
     window: int = 2048
@@ -57,7 +57,7 @@ class Sizes:
     prompts: tuple[int, ...] = (4096, 16384, 65536)
     peer_prompt: int = 16384
     new_tokens: int = 256
-    slow_tokens: int = 32  # of sdpa by cuDNN, a tenth of a second each
+    slow_tokens: int = 32  # for sdpa by cuDNN, which takes a tenth of a second each
     llama_hidden: int = 2048  # heads of 128 dimensions
     llama_length: int = 4096
     kernels: int = 16384
@@ -92,7 +92,7 @@ class Bench:
             torch.cuda.synchronize()
 
     def seconds(self, call: Call) -> float:
-        """Of the host's clock, the device being idle before and after."""
+        """By the host's clock; the device is idle before and after."""
         self.wait()
         start = time.perf_counter()
         call()
@@ -134,7 +134,7 @@ class Bench:
         return torch.cuda.max_memory_allocated() - before
 
     def profile(self, title: str, call: Call) -> None:
-        """Print how long the device was busy and with what, beside the time that passed."""
+        """Print for how long the device was busy and with what, and the time that passed."""
         if not self._profile:
             return
         activity = torch.profiler.ProfilerActivity
@@ -163,13 +163,13 @@ def clean() -> None:
 
 @contextmanager
 def failures_noted(rows: list[Row], named: Row) -> Iterator[None]:
-    """A step that cannot run leaves a row that says why; nothing else is held up by it."""
+    """For a step that cannot run, adds a row that says why; the other steps go on."""
     try:
         yield
     except Exception as error:
         words = (str(error).strip().splitlines() or [""])[0]
         rows.append(named | {"error": f"{type(error).__name__}: {words}"[:300]})
-    # The error, and with it what its frames hold, is gone only now.
+    # Only now are the error and the tensors that its frames hold gone.
     clean()
 
 
@@ -269,8 +269,8 @@ def doge_generation(bench: Bench) -> list[Row]:
 def generation(bench: Bench, model: Any, prompt: int, named: Row) -> list[Row]:
     """Time per token of generate() behind a prompt that the cache holds, and size of the cache.
 
-    The cache is filled by dmattn for both: transformers' own prompt would make masks of batch x
-    heads x prompt x prompt.
+    The cache is filled by dmattn for both contenders: transformers' own attention would make masks
+    of batch x heads x prompt x prompt for the prompt.
     """
     name, config = named["contender"], model.config
     cache: Any = transformers.DynamicCache(config=config)
@@ -302,12 +302,12 @@ def generation(bench: Bench, model: Any, prompt: int, named: Row) -> list[Row]:
 
 
 def cache_bytes(cache: Any) -> int:
-    """Of the tensors that a cache holds."""
+    """Bytes of memory of the tensors that a cache holds."""
     held: list[Tensor] = []
     for layer in cache.layers:
         owner = layer.kept if isinstance(cache, dmt.DogeCache) else layer
         held += [t for t in vars(owner).values() if isinstance(t, Tensor)]
-    # Their memory, which may be more than they show: room for drafts, or a longer tensor's part.
+    # A tensor's memory may be larger than the tensor: with room for drafts, or as part of another.
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
     return sum(storages.values())
 
@@ -329,7 +329,7 @@ def llama_training(bench: Bench) -> list[Row]:
 
 
 def llama_steps(bench: Bench, group: int) -> dict[str, Row]:
-    """Two models step in turn, so that the clocks of the chip are the same for both."""
+    """Steps of two models in turn, so that the clocks of the chip are the same for both."""
     sizes = bench.sizes
     torch.manual_seed(0)
     config = transformers.LlamaConfig(

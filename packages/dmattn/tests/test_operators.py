@@ -15,6 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
+import dmattn
 from dmattn import (
     arguments,
     flash_dmattn_func,
@@ -237,10 +238,21 @@ def test_traces_that_would_keep_a_length_are_refused() -> None:
         selection = sliding_window(key.shape[1], 4)
         return flash_dmattn_func(query, key, key, is_causal=True, selection=selection)
 
+    def chosen(attn_bias: Tensor) -> Tensor:
+        return dmattn.select_keys(attn_bias, 4).end
+
+    def documents(attn_bias: Tensor) -> Tensor:
+        return dmattn.packed_documents([0, 4, attn_bias.shape[-1]]).end
+
+    def intervals(end: Tensor) -> Tensor:
+        return dmattn.KeySelection.from_intervals(end).end
+
     def whole(query: Tensor, key: Tensor, attn_bias: Tensor) -> Tensor:
         return flash_dmattn_func(query, key, key, None, attn_bias, is_causal=True)
 
-    for function, given in ((window, (q, k, score)), (sliding, (q, k))):
+    end = torch.full((1, 2, 9), 9, dtype=torch.int32)
+    calls = ((window, (q, k, score)), (sliding, (q, k)), (chosen, (score,)))
+    for function, given in (*calls, (documents, (score,)), (intervals, (end,))):
         with pytest.raises(RuntimeError, match=r"torch.jit.trace: got a s.*wanted torch.export"):
             torch.jit.trace(function, given)
     traced = torch.jit.trace(whole, (q, k, score))

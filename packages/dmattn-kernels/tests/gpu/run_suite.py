@@ -6,8 +6,8 @@
 It runs the attention suite (tests/attention), models of transformers and CUDA graphs (tests/models)
 and the tests of the kernels as such (this folder).
 pytest runs in several processes that share the GPUs and claim the tests one by one, for each
-target in tests/attention/targets.py that is on CUDA (any newer chip runs the tile shapes of sm89).
-Then compute-sanitizer watches small launches. `dmattn`, `dmattn_kernels`, torch, numpy, pytest
+target in tests/attention/targets.py that is on CUDA (any newer chip runs the tile shapes of sm89),
+while compute-sanitizer watches small launches. `dmattn`, `dmattn_kernels`, torch, numpy, pytest
 and transformers must be importable. Exit code 0: everything passed. What a time limit cut off or
 left is done by the same command again, with the same folder, or on another machine by --into and
 --left, or --targets for whole targets.
@@ -21,6 +21,7 @@ import json
 import os
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -184,11 +185,11 @@ def main() -> int:
         jobs = [job for job in jobs if job.name not in done]
         sanitized.extend(Pool(arguments.sanitizer_width, deadline).run(jobs))
 
-    # One after the other: beside the sanitizers, which take much memory of their own, tests have
-    # been seen to find none.
+    beside = threading.Thread(target=sanitize)
+    beside.start()
     pytest_jobs = Pool(len(pytest_jobs), deadline).run(pytest_jobs)
-    sanitize()
-    # One by one, or in a later run in this folder.
+    beside.join()
+    # Without the tests beside them, one by one, or in a later run in this folder.
     lacking = [job for job in sanitized if lacked_memory(job)]
     if lacking and time.monotonic() < deadline:
         sanitized = [job for job in sanitized if job not in lacking]

@@ -32,16 +32,21 @@ def checked_problem(
     softmax_scale: Any,
     **settings: Any,
 ) -> Problem:
-    """The problem that the arguments of a public function mean.
+    """The checked problem of the arguments of a public function.
 
-    `settings` are those of `dmattn.problem.checked_settings`.
-    Under torch.autocast the operands are cast as `flash_dmattn_func` says. A dense mask of two
-    dimensions is given four, and packed masks and biases their heads first.
+    Under torch.autocast the operands are cast as `flash_dmattn_func` documents. A mask of two
+    dimensions, unless sequences are packed, becomes one of four; packed masks and biases are
+    transposed so that their heads come first.
+
+    Args:
+        query, key, value, attn_mask, attn_bias, sinks, softmax_scale: what the caller gave.
+        packing: that of packed sequences, else None.
+        settings: the arguments of `dmattn.problem.checked_settings`.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
-        ValueError: a layout, shape, device or number does not fit, or a mask of two dimensions can
-            be read in two ways.
+        ValueError: a layout, shape, device or number does not fit, or a mask of two dimensions
+            could be (B, Sk) or (Sq, Sk).
     """
     check_tensor("query", query)
     if softmax_scale is None:
@@ -78,7 +83,7 @@ def check_window_size(window_size: Any, may_be_left_out: bool = True) -> int:
 
     Args:
         window_size: what the caller gave, not None.
-        may_be_left_out: whether None would have done, for the message.
+        may_be_left_out: whether None is allowed as well, for the error message.
 
     Raises:
         TypeError: it is no integer, such as the pair of numbers that flash_attn takes.
@@ -94,10 +99,10 @@ def check_window_size(window_size: Any, may_be_left_out: bool = True) -> int:
 
 
 def check_scores(attn_bias: Any) -> Tensor:
-    """attn_bias, if it is a tensor: what window_size needs.
+    """attn_bias, if it is a dense tensor, as window_size needs it.
 
     Raises:
-        TypeError: it is anything else but None.
+        TypeError: it is neither a tensor nor None.
         ValueError: it is None, or no dense tensor.
     """
     scores = check_optional_tensor("attn_bias", attn_bias)
@@ -110,9 +115,10 @@ def check_scores(attn_bias: Any) -> Tensor:
 
 
 def without_nan(scores: Tensor) -> Tensor:
-    """Scores with -inf for NaN.
+    """Scores with -inf in place of NaN.
 
-    For calls in which all keys fit the window: no selection runs that would leave NaN out.
+    For calls in which all keys fit the window: no selection runs then, which would leave out keys
+    with a score of NaN.
     """
     return torch.nan_to_num(scores, nan=-math.inf, posinf=math.inf, neginf=-math.inf)
 
@@ -121,7 +127,7 @@ def _default_scale(query: Tensor) -> float:
     if query.dim() > 0 and query.shape[-1] > 0:
         scale: float = query.shape[-1] ** -0.5
         return scale
-    return 1.0  # the shape is wrong, and the checks to come will say so
+    return 1.0  # the shape is wrong, which a later check reports
 
 
 def is_autocast(query: Tensor) -> bool:
@@ -142,16 +148,20 @@ def without_autocast(device_type: str) -> AbstractContextManager[None]:
 
 
 def _cast(t: Any, dtype: torch.dtype) -> Any:
-    """As autocast casts: floating tensors but those of float64."""
+    """Cast as autocast does: floating tensors except float64 ones; other values unchanged."""
     if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64:
         return t.to(dtype)
     return t
 
 
 def _four_dimensions(mask: Tensor, query: Tensor, key: Any) -> Tensor:
-    """A mask (B, Sk) or (Sq, Sk) as (B, 1, 1, Sk) or (1, 1, Sq, Sk); others as they are."""
+    """A mask (B, Sk) as (B, 1, 1, Sk), or a mask (Sq, Sk) as (1, 1, Sq, Sk).
+
+    Raises:
+        ValueError: its shape is neither of these, or both of them.
+    """
     if query.dim() != 4 or not isinstance(key, Tensor) or key.dim() != 4:
-        return mask  # the checks to come will say so
+        return mask  # query or key is wrong, which a later check reports
     batch, rows, keys = query.shape[0], query.shape[1], key.shape[1]
     first, last = mask.shape
     if last != keys or not (is_one_or(first, batch) or first == rows):
@@ -168,12 +178,12 @@ def _four_dimensions(mask: Tensor, query: Tensor, key: Any) -> Tensor:
             "mask[None, None] for rows of their own"
         )
     if mask.dtype in _INTEGERS and (is_padding or first == 1):
-        mask = mask != 0  # a padding mask of a tokenizer
+        mask = mask != 0  # a padding mask as a tokenizer returns it
     return mask[:, None, None] if is_padding else mask[None, None]
 
 
 def heads_first(operand: Any) -> Any:
-    """(Tk, heads) or (Tq, heads, max_seqlen_k) as the operators take it, a view."""
+    """A view of a packed mask or bias, (Tk, heads) or (Tq, heads, ...), with its heads first."""
     if isinstance(operand, Tensor) and not operand.is_nested and operand.dim() >= 2:
         return operand.transpose(0, 1)
     return operand

@@ -1,4 +1,4 @@
-"""Decoding from the keys that are still kept.
+"""Decoding with a cache of the keys that are still kept.
 
 Under running top-w selection a key that has left never returns, so a cache of `window_size` entries
 per key/value head is exact, whatever the length of the context. Letters: B batch, T new tokens, S
@@ -55,57 +55,57 @@ from dmattn.validation import (
     one_of,
 )
 
-# Up to this many tokens go through the decode kernel, one after the other, 0.023 ms each for 8
-# sequences over 2048 keys on an H200; more of them attend at once, which copies the cache first.
-# The benchmark's cases "append of 4", "8" and "16" time both ways.
+# Up to this many tokens go through the decode kernel one after the other, in 0.023 ms each for 8
+# sequences over 2048 keys on an H200. More tokens attend at once, for which the cache is copied.
+# The cases "append of 4", "8" and "16" of the benchmark time both ways.
 FEW_TOKENS = 8
 
 
 class DynamicMaskCache:
-    """Keys, values and scores of one attention layer, from which it decodes.
+    """Keys, values and scores of one attention layer, for decoding.
 
     With `evict` the cache holds the `window_size` best keys of each key/value head, and decoding
-    equals that over the full context. Without, it holds everything up to `capacity` and each step
-    selects its `window_size` best keys anew. Of equal scores the later key is kept; a key of score
-    NaN or -inf is not attended to. All state is on the device and changes in place, so that a CUDA
-    graph can capture a step. Inference only: no gradients; inside of torch.inference_mode and
-    outside, in any order. Every layer needs a cache of its own.
+    gives the same as over the full context. Without `evict` it holds all keys, up to `capacity`,
+    and each step selects the `window_size` best of them anew. Of equal scores the later key is
+    kept; keys with a score of NaN or -inf are not attended to. All state is on the device and
+    changes in place, so a CUDA graph can capture a step. Inference only: there are no gradients.
+    Calls inside and outside of torch.inference_mode may alternate. Every layer needs its own cache.
 
     The entries of the batch are slots, each with a sequence of its own. Methods that take `slots`,
-    int32 or int64 (n,) on the device of the cache, work on these alone, and leave the others as
-    they are; the batch of their other arguments is then n. No slot may be named twice. On CUDA,
-    where the values are not looked at, those out of range are clamped to it, and what a slot holds
-    that is named twice is one of the results.
+    int32 or int64 (n,) on the device of the cache, work on these slots and leave the others
+    unchanged; the batch of their other arguments is then n. No slot may be named twice. On CUDA the
+    values are not checked: out of range they are clamped, and a slot named twice ends up with one
+    of the results.
 
     A cache can be copied (`clone`, copy.deepcopy) and saved with torch.save; torch.load takes it
     with weights_only=True, once dmattn is imported.
 
     Attributes:
-        k, v: (B, entries, HK, D); entries = window_size, or capacity without evict. With evict,
-            views of rows of which each slot has `spare_rows` more than entries, for drafts.
+        k, v: (B, entries, HK, D); entries = window_size, or capacity without evict. With evict they
+            are views of larger tensors, which have `spare_rows` more entries per slot, for drafts.
         score: (B, HK, entries), -inf where there is no key.
         position: int32 (B, HK, entries), the key's place in its sequence, -1 where there is none.
-        seen: int32 (B,), tokens so far.
+        seen: int32 (B,), number of tokens so far.
 
     Args:
         batch, nheads_k, head_dim: B, HK and D; D at most 256, and on CUDA a multiple of 8.
-        window_size: keys that a query attends to, at least 1.
+        window_size: number of keys that a query attends to, at least 1.
         dtype: of keys and values: float16 or bfloat16, on the CPU also float32 or float64.
         device: of all tensors.
-        score_dtype: float32 or `dtype`.
-        evict: whether to drop the keys that are out of the window for good.
-        capacity: without evict, the most tokens per sequence. Padding and inactive tokens take no
-            room.
+        score_dtype: of the scores, float32 or `dtype`.
+        evict: whether to drop keys that have left the window, which never return to it.
+        capacity: without evict, the most tokens per sequence; padding and inactive tokens take no
+            room. With evict None.
         spare_rows: with evict, the most tokens of a draft (see `peek`) for which there is room
-            behind the entries of a slot, 0 to 32. 0 saves that memory; a longer draft is attended
-            to behind a copy of the cache.
+            behind the entries of a slot, 0 to 32. 0 saves the memory of these rows; a draft that is
+            longer attends to a copy of the cache.
 
     Raises:
         TypeError: a number, flag or dtype is of the wrong kind.
-        ValueError: a number is out of range, or capacity does not go with evict.
+        ValueError: a number or device is not supported, or capacity does not go with evict.
     """
 
-    _rows: Rows | None = None  # k and v with what lies behind them, once a draft has
+    _rows: Rows | None = None  # k and v with their spare rows, once a draft has used them
 
     def __init__(
         self,
@@ -149,20 +149,21 @@ class DynamicMaskCache:
             self.position = torch.full(shape, -1, dtype=torch.int32, device=device)
             self.seen = torch.zeros(batch, dtype=torch.int32, device=device)
         self._is_empty = True
-        # Without evict: no sequence has more tokens than this, as far as the host knows without
-        # asking the device. Padding and inactive tokens may be counted in.
+        # Without evict: an upper bound of the tokens of any sequence, known without waiting for the
+        # device. Padding and inactive tokens may be included.
         self._most_seen = 0
-        # A CUDA graph puts tokens in without the host: from then on it has to ask.
+        # Whether a CUDA graph was captured. Replays put tokens in without the host, so that from
+        # then on it has to ask the device.
         self._captured = False
-        # Whether keys lie in order of position, behind entries without a key, as far as the host
-        # knows. A CUDA graph puts them anywhere.
+        # Whether the host knows that keys lie in order of position, behind entries without a key.
+        # Replays of a CUDA graph may put them anywhere.
         self._in_order = True
         self._layer: weakref.ref[Any] | None = None
-        self._draft: Draft | CacheTokens | None = None  # what `peek` has seen
+        self._draft: Draft | CacheTokens | None = None  # the draft of the last call of `peek`
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing has been put in since it was made or reset. Does not ask the device."""
+        """Whether nothing was put in since it was made or reset; known without the device."""
         return self._is_empty
 
     @property
@@ -180,7 +181,7 @@ class DynamicMaskCache:
         attn_mask: Tensor | None = None,
         slots: Tensor | None = None,
     ) -> None:
-        """Put a prompt in, in place of whatever the cache held.
+        """Put a prompt in, replacing the content of the cache.
 
         On CUDA the host does not wait, except in one case: without eviction, a padded prompt that
         is longer than the capacity.
@@ -188,11 +189,11 @@ class DynamicMaskCache:
         Args:
             key, value: (B, S, HK, D) in the dtype of the cache.
             score: (B, HK, S) in the score dtype of the cache.
-            selection: the one by which the prompt was attended to, to save making it again: of the
-                same scores, window size, and padding.
-            lengths: int (B,), 0 to S, where the prompts are shorter and padded at their end. On
-                CUDA, where their values are not looked at, others count as 0 or S.
-            attn_mask: bool (B, S), False at padding, wherever that is; instead of lengths.
+            selection: the selection by which the prompt was attended to, to save making it again:
+                by the same scores, window size and padding.
+            lengths: int32 or int64 (B,), 0 to S, the lengths of prompts that are padded at their
+                end. On CUDA values are not checked; those out of range are clamped.
+            attn_mask: bool (B, S), False at padding, at any place; instead of lengths.
             slots: which entries of the batch the prompts are for; all, in order, when None.
 
         Raises:
@@ -209,7 +210,7 @@ class DynamicMaskCache:
             check_prompt_selection(selection, self.window_size, shape, self.k.device)
         real = real_tokens(lengths, attn_mask, (batch, seqlen), self.k)
         if batch == 0:
-            return  # no slot is named, and all stay as they are
+            return  # no slot is named: all stay unchanged
         most = seqlen if self.evict else check_prompt_room(seqlen, real, entries)
         if self.evict:
             kept = last_row_keys(score, self.window_size, selection, real)
@@ -243,11 +244,11 @@ class DynamicMaskCache:
         active: Tensor | None = None,
         slots: Tensor | None = None,
     ) -> Tensor:
-        """Put the next tokens of each sequence in, and let each attend to what is then kept.
+        """Put the next tokens of each sequence in; each attends to the keys kept up to itself.
 
-        Any number of tokens: up to 8 go in one after the other, by the kernel for decoding; more
-        attend at once, by the keys that each keeps of those held and of the new ones up to itself,
-        in time and memory that follow entries + T. So a prompt of any length may go in by chunks.
+        Up to 8 tokens go in one after the other, by the kernel for decoding. More tokens attend at
+        once: each keeps its best keys among those held and the new ones up to itself, in time and
+        memory that grow with entries + T. So a prompt of any length may be put in by chunks.
 
         The host does not wait for the device, except in one case: without eviction, once the tokens
         offered so far, inactive ones included, exceed the capacity, it reads `seen`.
@@ -258,18 +259,18 @@ class DynamicMaskCache:
             score: (B, HK, T) in the score dtype of the cache.
             softmax_scale: D ** -0.5 when None.
             softcap: as in `flash_dmattn_func`; at least 0.
-            active: bool (B,) or (B, T), False for tokens that are none, in batches of unequal
+            active: bool (B,) or (B, T), False for tokens to be skipped, in batches of unequal
                 progress. They are not put in, and their output is finite and meaningless.
-            slots: which entries of the batch the tokens are for; all, in order, when None. A few
-                tokens for some slots take the time of a step of all slots.
+            slots: which entries of the batch the tokens are for; all, in order, when None. Up to 8
+                tokens for some slots take as long as for all slots.
 
         Returns:
-            out (B, T, H, D).
+            out (B, T, H, D), in the dtype of query.
 
         Raises:
-            TypeError, ValueError: something does not fit the cache, which is then unchanged; among
-                others, more tokens than a cache that evicts nothing has room for. In a CUDA graph,
-                which cannot raise, those that do not fit are left out.
+            TypeError, ValueError: something does not fit the cache, which is then unchanged; one
+                case is more tokens than there is room for without eviction. In a CUDA graph, which
+                cannot raise, tokens that do not fit are left out.
             RuntimeError: a gradient would be needed.
         """
         rows = self._check_slots(slots)
@@ -298,16 +299,16 @@ class DynamicMaskCache:
         softmax_scale: float | None = None,
         softcap: float = 0.0,
     ) -> Tensor:
-        """What `append_and_attend` would return, without putting the tokens in: a draft of them.
+        """What `append_and_attend` would return, without putting the tokens in: they are a draft.
 
-        `commit` puts the first ones in, until something else changes the cache or another draft is
-        looked at. The draft is copied. A CUDA graph that captures a commit has to have captured the
-        call of `peek` as well.
+        `commit` can put the first of them in, until the cache is changed in another way or `peek`
+        is called again. The cache keeps a copy of the draft. A CUDA graph that captures a commit
+        has to capture the call of `peek` as well.
 
-        Args, Raises: as `append_and_attend`; but tokens without room only `commit` refuses.
+        Args, Raises: as `append_and_attend`, but a lack of room is only raised by `commit`.
 
         Returns:
-            out (B, T, H, D).
+            out (B, T, H, D), in the dtype of query.
         """
         given = (query, key, value, score, softmax_scale, softcap, None)
         new, scale, softcap = check_step(self.k, self.score.dtype, len(self.seen), *given)
@@ -328,15 +329,15 @@ class DynamicMaskCache:
         return out
 
     def commit(self, n: Tensor) -> None:
-        """Put the first tokens of the draft that `peek` saw last in, and forget the others.
+        """Put the first tokens of the draft of the last `peek` in, and forget the others.
 
         Args:
-            n: int32 or int64 (B,), on the device of the cache: how many of each sequence, 0 to T.
-                On CUDA, where the values are not looked at, others count as 0 or T.
+            n: int32 or int64 (B,), on the device of the cache: how many tokens of each sequence, 0
+                to T. On CUDA values are not checked; those out of range are clamped.
 
         Raises:
-            TypeError, ValueError: it is none of that, there is no draft, or a cache that evicts
-                nothing has no room for so many; the cache is then unchanged.
+            TypeError, ValueError: n is wrong, there is no draft, or, without eviction, there is no
+                room for so many tokens; the cache is then unchanged.
         """
         check_tensor_dtype("n", check_tensor("n", n), (torch.int32, torch.int64))
         self._check("n", n, (len(self.seen),), n.dtype)
@@ -362,16 +363,16 @@ class DynamicMaskCache:
         self._draft = None
 
     def reorder(self, beam_idx: Tensor, slots: Tensor | None = None) -> None:
-        """Make entry i of the batch a copy of what entry beam_idx[i] was, in place.
+        """Replace entry i of the batch by a copy of the former entry beam_idx[i], in place.
 
         Args:
-            beam_idx: int64 or int32 (B,), 0 to B - 1. On CUDA, where its values are not looked at,
-                others are clamped to that. For another number of entries: `batch_select_indices`.
-            slots: make slots[i] a copy of what entry beam_idx[i] was, and leave the others alone;
-                beam_idx is then (n,).
+            beam_idx: int64 or int32 (B,), 0 to B - 1. On CUDA values are not checked; those out of
+                range are clamped. `batch_select_indices` changes the number of entries.
+            slots: replace only these entries, slots[i] by the former entry beam_idx[i]; beam_idx is
+                then (n,).
 
         Raises:
-            TypeError, ValueError: it is none of that; the cache is then unchanged.
+            TypeError, ValueError: an argument is wrong; the cache is then unchanged.
         """
         rows, batch = self._check_slots(slots), len(self.seen)
         index = check_places("beam_idx", beam_idx, batch, self.k.device)
@@ -386,21 +387,21 @@ class DynamicMaskCache:
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these entries of the batch, in this order; each may occur any number of times.
 
-        The tensors of the cache are new ones then, which an earlier CUDA graph does not know.
+        The cache then has new tensors, which CUDA graphs captured before do not use.
 
         Args:
             indices: int64 or int32 (N,), 0 to B - 1, clamped on CUDA as in `reorder`.
 
         Raises:
-            TypeError, ValueError: it is none of that; the cache is then unchanged.
+            TypeError, ValueError: indices are wrong; the cache is then unchanged.
         """
         index = check_places("indices", indices, len(self.seen), self.k.device)
         self._replace(self._content(index))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Make `repeats` neighbouring copies of each entry of the batch, as for beams.
+        """Repeat each entry of the batch `repeats` times, copies side by side, as for beams.
 
-        The tensors of the cache are new ones then, which an earlier CUDA graph does not know.
+        The cache then has new tensors, which CUDA graphs captured before do not use.
 
         Raises:
             TypeError, ValueError: repeats is no int of at least 1.
@@ -409,10 +410,10 @@ class DynamicMaskCache:
         self._replace(CacheTensors(*[t.repeat_interleave(repeats, 0) for t in self._tensors()]))
 
     def reset(self, slots: Tensor | None = None) -> None:
-        """Forget everything, or what these slots hold.
+        """Empty the cache, or only these slots.
 
         Raises:
-            TypeError, ValueError: slots are none; the cache is then unchanged.
+            TypeError, ValueError: slots are wrong; the cache is then unchanged.
         """
         rows = self._check_slots(slots)
         if rows is not None and len(rows) < len(self.seen):
@@ -430,14 +431,14 @@ class DynamicMaskCache:
         self._layer = self._draft = None
 
     def clone(self) -> "DynamicMaskCache":
-        """A cache of its own with the same content, without the draft."""
+        """An independent copy of the cache, without its draft."""
         other = object.__new__(DynamicMaskCache)
         other.__dict__.update(self.__getstate__())
         other._replace(self._tensors(), copy=True)
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        # A weak reference cannot be saved, and a draft belongs to the sequence that goes on here.
+        # A weak reference cannot be saved, and a draft stays with the cache that it was made for.
         return self.__dict__ | {"_layer": None, "_draft": None, "_rows": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -454,10 +455,10 @@ class DynamicMaskCache:
         )
 
     def check_layer(self, layer: object) -> None:
-        """Whether a layer may use the cache; two of them would mix their keys up.
+        """Raise unless a layer may use the cache: keys of two layers must not be mixed.
 
         Raises:
-            ValueError: another layer has put tokens in since it was made or reset.
+            ValueError: another layer has put tokens in since the cache was made or reset.
         """
         other = None if self._layer is None or self._is_empty else self._layer()
         if other is not None and other is not layer:
@@ -466,7 +467,7 @@ class DynamicMaskCache:
             )
 
     def note_layer(self, layer: object) -> None:
-        """Remember for `check_layer` which one has put tokens in."""
+        """Remember for `check_layer` which layer has put tokens in."""
         if self._layer is None or self._layer() is not layer:
             self._layer = weakref.ref(layer)
 
@@ -474,11 +475,11 @@ class DynamicMaskCache:
         return CacheTensors(self.k, self.v, self.score, self.position, self.seen)
 
     def _content(self, rows: Tensor) -> CacheTensors:
-        """What these entries of the batch hold, copied."""
+        """A copy of the content of these entries of the batch."""
         return CacheTensors(*[t.index_select(0, rows) for t in self._tensors()])
 
     def _replace(self, tensors: CacheTensors, copy: bool = False) -> None:
-        """Other tensors; `copy`: those are somebody's."""
+        """Use other tensors; `copy`: copy them first, since something else uses them."""
         k, v, *others = tensors
         with outside_of_inference_mode():
             copy |= not torch.compiler.is_compiling() and tensors.seen.is_inference()
@@ -493,7 +494,7 @@ class DynamicMaskCache:
         self._draft = self._rows = None
 
     def _write(self, content: CacheTensors, rows: Tensor | None) -> None:
-        """New content for all slots, or for those in rows (n,)."""
+        """Write new content to all slots, or to those in rows (n,)."""
         for t, new in zip(self._tensors(), content, strict=True):
             if rows is None:
                 t.copy_(new)
@@ -504,7 +505,7 @@ class DynamicMaskCache:
     def _attend_at_once(
         self, query: Tensor, new: CacheTokens, scale: float, softcap: float, rows: Tensor | None
     ) -> Tensor:
-        """Many tokens, for all slots or for those in rows."""
+        """Append and attend with many tokens, for all slots or for those in rows (n,)."""
         tokens = query.shape[1]
         capturing = self._note_capture(query)
         if not self.evict:
@@ -531,7 +532,7 @@ class DynamicMaskCache:
         return out
 
     def _block(self, new: CacheTokens, rows: Tensor | None) -> Block:
-        """The tokens behind what all slots hold, or those in rows."""
+        """The new tokens behind the keys that all slots hold, or those in rows (n,)."""
         length = self._held_length()
         held = CacheTensors(
             self.k[:, :length],
@@ -543,16 +544,16 @@ class DynamicMaskCache:
         if rows is not None:
             held = CacheTensors(*[t.index_select(0, rows) for t in held])
         in_order = not self.evict or (
-            # A compiler would make a graph for either case.
+            # A compiler would make a graph for each of the two cases.
             not torch.compiler.is_compiling() and self._in_order and not self._captured
         )
         return Block.of(held, new, self.window_size, in_order)
 
     def _room_for(self, query: Tensor) -> Rows | None:
-        """The rows in which a draft can lie behind the entries.
+        """The rows of k and v with room for a draft behind the entries.
 
-        None where it attends as a block, which copies the cache: without eviction, for a compiler,
-        for more tokens than there are spare rows, and for a cache whose `k` or `v` have none.
+        None if the draft has to attend as a block, which copies the cache: without eviction, under
+        a compiler, and with more tokens than `k` and `v` have spare rows.
         """
         if not self.evict or query.numel() == 0 or torch.compiler.is_compiling():
             return None
@@ -561,7 +562,7 @@ class DynamicMaskCache:
         return rows if query.shape[1] <= rows.spare else None
 
     def _within_capacity(self, new: CacheTokens, rows: Tensor | None) -> CacheTokens:
-        """The tokens, those inactive for which there is no room."""
+        """The tokens, with those marked inactive for which there is no room."""
         active = new.active
         if active is None:
             active = torch.ones(new.k.shape[:2], dtype=torch.bool, device=new.k.device)
@@ -571,7 +572,7 @@ class DynamicMaskCache:
     def _attend_in_turn(
         self, query: Tensor, new: CacheTokens, scale: float, softcap: float
     ) -> Tensor:
-        """A few tokens for all slots, one after the other."""
+        """Append and attend with a few tokens for all slots, one after the other."""
         if not self.evict:
             return self._step_over_all(query, new, scale, softcap)
         self._note_capture(query)
@@ -592,7 +593,7 @@ class DynamicMaskCache:
         return out
 
     def _for_all_slots(self, new: CacheTokens, rows: Tensor) -> CacheTokens:
-        """Tokens for the slots in rows as tokens for all slots, inactive ones for the others."""
+        """Tokens for the slots in rows, filled up with inactive tokens for the other slots."""
         active = new.active
         if active is None:
             active = torch.ones(new.k.shape[:2], dtype=torch.bool, device=new.k.device)
@@ -605,7 +606,7 @@ class DynamicMaskCache:
     def _step_over_all(
         self, query: Tensor, new: CacheTokens, scale: float, softcap: float
     ) -> Tensor:
-        """Append to a cache that keeps everything; each token attends to its best keys."""
+        """Append to a cache without eviction, each token attending to its best keys."""
         if not self._note_capture(query):
             self._check_room(query.shape[1], new.active, None)
         before, done, outs = (self._most_seen, self._is_empty), 0, []
@@ -622,9 +623,9 @@ class DynamicMaskCache:
         return torch.cat(outs, dim=1) if len(outs) > 1 else outs[0]
 
     def _note_capture(self, t: Tensor) -> bool:
-        """Whether a CUDA graph captures this call, which the cache remembers.
+        """Whether a CUDA graph captures this call; the cache remembers it if so.
 
-        With eviction, that matters to eager calls alone: compiled ones assume nothing of the order.
+        With eviction compiled calls need not know: they assume no order of the entries.
         """
         if self.evict and torch.compiler.is_compiling():
             return False
@@ -639,7 +640,7 @@ class DynamicMaskCache:
         )
 
     def _put_last(self, new: CacheTokens, t: int) -> None:
-        """Token t behind those that its sequence has."""
+        """Append token t to its sequence."""
         now = slice(t, t + 1)
         active = None if new.active is None else new.active[:, now]
         token = CacheTokens(new.k[:, now], new.v[:, now], new.score[:, :, now].detach(), active)
@@ -647,13 +648,13 @@ class DynamicMaskCache:
         self._most_seen += 1
 
     def _attend_to_best(self, query: Tensor, scale: float, softcap: float) -> Tensor:
-        """Attention of one token per sequence, (B, 1, H, D), to the best keys of all held ones."""
+        """Attention of one token per sequence, (B, 1, H, D), to the best of all keys held."""
         length = self._held_length()
         k, v, score = self.k[:, :length], self.v[:, :length], self.score[:, :, :length]
         selection = None
         if length > self.window_size:
             selection = select_keys(score, self.window_size, False, query_len=1)
-        # Autocast would cast all that is held, and return another dtype than the other ways do.
+        # Autocast would cast the whole cache, and give another dtype than the other paths return.
         with without_autocast(query.device.type):
             out: Tensor = flash_dmattn_func(
                 query,
@@ -682,11 +683,11 @@ class DynamicMaskCache:
         """Raise if a sequence would have more tokens than a cache without eviction can hold."""
         if not self._captured and self._most_seen + tokens <= self.capacity:
             return
-        # The host counts padding and inactive tokens as well: the device knows better.
+        # The host's bound includes padding and inactive tokens: read the exact numbers.
         self._most_seen = check_room(self.seen, self.capacity, tokens, active, rows)
 
     def _check_slots(self, slots: Any) -> Tensor | None:
-        """int64 (n,), or None for all."""
+        """slots, checked, as int64 (n,); None for all slots."""
         return None if slots is None else check_slots(slots, len(self.seen), self.k.device)
 
     def _check(self, name: str, t: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:

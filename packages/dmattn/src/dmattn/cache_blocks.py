@@ -1,9 +1,9 @@
-"""Many tokens behind those that a cache holds: all of them attend at once.
+"""Many new tokens that attend at once to the keys of a cache and to themselves.
 
-The keys that a cache holds and the new ones behind them are a short causal sequence in which the
-new rows choose what they would in the whole one, as in `dmattn.stretches`. Nothing here changes the
-cache. Letters as in `dmattn.cache_state`; L keys held, N heads of the cache, H query heads, w the
-window size.
+The keys that a cache holds followed by the new ones are a short causal sequence, in which the new
+rows choose the same keys as in the whole sequence, as explained in `dmattn.stretches`. Nothing here
+changes the cache, except `Block.keeping` when its result is called. Letters as in
+`dmattn.cache_state`; L keys held, N heads of the cache, H query heads, w the window size.
 """
 
 from collections.abc import Callable
@@ -23,22 +23,25 @@ from dmattn.problem import Problem
 class Block(NamedTuple):
     """New tokens behind the keys that a cache holds, with the keys that each of them keeps."""
 
-    # (B, L + T, N, D) and so on: those of the cache, in order of position or, with `place`, as they
-    # lie there, and the new ones. Positions are those of the cache alone.
+    # (B, L + T, N, D) and so on: the keys of the cache, then the new keys. Without `place` those of
+    # the cache are in order of position, with it as they lie in the cache. Positions are given for
+    # the keys of the cache only.
     keys: Keys
-    # int64 (B, N, L + T): where the keys lie, in order of position; None: they are in order.
+    # int64 (B, N, L + T): the key that is i-th in order of position is entry place[i] of `keys`.
+    # None: `keys` are in order.
     place: Tensor | None
     lists: Selection  # of T rows over the keys in order of position
     tokens: int  # T
-    before: Tensor  # int32 (B,): tokens seen before it
+    before: Tensor  # int32 (B,): tokens seen before these
     active: Tensor | None  # bool (B, T)
-    way: bool | None  # the `way_without_graph` of all of them
+    way: bool | None  # the `way_without_graph` of the tensors of the cache and of the tokens
 
     @staticmethod
     def of(cache: CacheTensors, new: CacheTokens, window_size: int, in_order: bool) -> "Block":
-        """`in_order`: whether the keys of the cache lie in order of position.
+        """The block of the tokens `new` behind the keys of `cache`.
 
-        With eviction, entries without a key then come before those that have one.
+        `in_order`: whether the keys of the cache lie in order of position. With eviction, that
+        includes that entries without a key come first.
         """
         tokens, held = new.k.shape[1], cache.k.shape[1]
         mask = None if new.active is None else new.active[:, None]
@@ -48,7 +51,7 @@ class Block(NamedTuple):
         position, order, place_held = cache.position, None, None
         if not in_order:
             order = position.argsort(2)  # entries without a key come first
-            if way is not None:  # then they are copied in order
+            if way is not None:  # `joined` then copies the keys in order
                 position, place_held = position.gather(2, order), order.to(torch.int32)
         keys = joined(before, tensors, held, way, place_held)._replace(position=position)
         place, ordered = None, keys.score
@@ -60,11 +63,11 @@ class Block(NamedTuple):
         return Block(keys, place, lists, tokens, cache.seen, new.active, way)
 
     def attend(self, query: Tensor, softmax_scale: float, softcap: float) -> Tensor:
-        """(B, T, H, D): of query (B, T, H, D)."""
+        """The attention of query (B, T, H, D) to the keys that it keeps: (B, T, H, D)."""
         lists = self.lists
-        if self.place is not None:  # the same lists for the keys where they lie
+        if self.place is not None:  # rewrite the lists for the order in which the keys lie
             end, idx, count, full = lists
-            # Behind the end of a list stands some key instead of key 0; nobody attends to it.
+            # Entries past the end of a list become other keys than key 0, which are never read.
             where = self.place.gather(2, idx.flatten(2).long()).to(torch.int32).view(idx.shape)
             lists = Selection(
                 torch.empty_like(end).scatter_(2, self.place, end), where, count, full
@@ -83,9 +86,9 @@ class Block(NamedTuple):
         return attend(problem)[0]
 
     def kept(self, window_size: int) -> CacheTensors:
-        """What a cache of w keys holds behind these tokens, in order of position.
+        """The content of a cache of w keys after these tokens, in order of position.
 
-        Entries without a key come first, as `Block.of` wants them where keys lie in order.
+        Entries without a key come first, as `Block.of` expects it with `in_order`.
         """
         if self.way is not None:
             keep = self._prepared(window_size, None, self.way)
@@ -95,10 +98,11 @@ class Block(NamedTuple):
         return CacheTensors(*gathered(keys, Places(at, None)), seen + more)
 
     def keeping(self, window_size: int, into: CacheTensors) -> Callable[[], None]:
-        """`kept`, written into the cache that the tokens are behind.
+        """A function that writes `kept` into the cache `into`, whose keys this block started from.
 
-        What it reads of the cache is copied at once. What is returned has to be called right behind
-        `attend`, beside which it may run: nothing of the cache is changed before.
+        What it reads of the cache is copied now. The function has to be called right after
+        `attend`, and on the GPU it may run at the same time as that attention. Nothing of the cache
+        is changed before it is called.
         """
         if self.way:
             prepared = self._prepared(window_size, into, True)
@@ -113,7 +117,10 @@ class Block(NamedTuple):
         return keep
 
     def _gathering(self, window_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor | int]:
-        """Where the kept keys lie, the positions of all, and seen, to which the last is added."""
+        """Indices of the kept keys, positions of all keys, and two parts of the new `seen`.
+
+        `seen` becomes the sum of the last two values.
+        """
         at = kept_places(self.lists.end, window_size, first_may_be_empty=True).at
         if self.place is not None:
             at = self.place.gather(2, at)
@@ -124,7 +131,7 @@ class Block(NamedTuple):
         return at, self._positions(new), new[:, -1], 1
 
     def _gather_into(self, window_size: int, into: CacheTensors) -> None:
-        """`kept` by operations of torch."""
+        """Write `kept` into a cache, by operations of torch."""
         at, position, seen, more = self._gathering(window_size)
         keys = self.keys
         rows = at.mT[..., None].expand(-1, -1, -1, keys.k.shape[3])
@@ -137,14 +144,17 @@ class Block(NamedTuple):
     def _prepared(
         self, window_size: int, into: CacheTensors | None, way: bool
     ) -> Callable[..., CacheTensors]:
-        """`kept` by the operator, with `into` where it is called directly; for one call."""
+        """A function that computes `kept` by the operator `keep_keys`; to be called once.
+
+        `into`: the cache to write to, only if the operator is called directly; or None.
+        """
         keys, position, seen = self.keys, self.keys.position, self.before
         assert position is not None
         after: Tensor | None = None
         if self.active is not None:
             new = self._new_positions(self.active)
             position, after = self._positions(new), new[:, -1] + 1
-        elif into is not None:  # `into` is written while these are read
+        elif into is not None:  # these belong to `into`, which is written while they are read
             position, seen = position.clone(), seen.clone()
         room = None if into is None else KeptKeys(*into)
         if room is not None and after is not None:
@@ -164,11 +174,11 @@ class Block(NamedTuple):
         return keep
 
     def _new_positions(self, active: Tensor) -> Tensor:
-        """int32 (B, T): of the new tokens, where those that are skipped are not counted."""
+        """int32 (B, T): positions of the new tokens, without counting inactive ones."""
         return self.before[:, None] + (active.cumsum(1, dtype=torch.int32) - 1)
 
     def _positions(self, new: Tensor) -> Tensor:
-        """int32 (B, N, L + T), of new tokens (B, T)."""
+        """int32 (B, N, L + T): positions of all keys, from those of the new tokens (B, T)."""
         held = self.keys.position
         assert held is not None
         return torch.cat((held, new[:, None].expand(-1, held.shape[1], -1)), 2)

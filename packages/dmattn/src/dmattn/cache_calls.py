@@ -1,4 +1,4 @@
-"""Calls of the operators of a cache, past the dispatcher of torch where that has no part."""
+"""Calls of the operators of a cache, which bypass torch's dispatcher where that is possible."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from dmattn.dispatch import is_plain_call
 
 
 def append_tokens(new: CacheTokens, cache: CacheTensors, evict: bool) -> None:
-    """dmattn::cache_append: tokens into all slots, without attention."""
+    """dmattn::cache_append: put tokens into all slots, without attention."""
     if is_plain_call(*new):
         if new.k.shape[1] > 1:
             k, v, score = outside_of(cache, *new[:3])
@@ -25,7 +25,10 @@ def append_tokens(new: CacheTokens, cache: CacheTensors, evict: bool) -> None:
 def draft_tokens(
     q: Tensor, new: CacheTokens, cache: CacheTensors, softmax_scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    """dmattn::cache_draft: the attention of a draft, and what `commit_draft` needs of it."""
+    """dmattn::cache_draft: attend with drafted tokens that are not put in.
+
+    Returns out, shaped as q, and the draft, a tensor that `commit_draft` takes.
+    """
     if is_plain_call(q, new.k, new.v, new.score):
         draft = cuda.draft_tokens if q.is_cuda else cpu.draft_tokens
         return draft(q, new, cache, softmax_scale, softcap)
@@ -36,7 +39,7 @@ def draft_tokens(
 
 
 def commit_draft(draft: Tensor, count: Tensor, cache: CacheTensors) -> None:
-    """dmattn::cache_commit: the first tokens of a draft into all slots."""
+    """dmattn::cache_commit: put the first count (B,) tokens of a draft into all slots."""
     if is_plain_call(draft, count):
         commit = cuda.commit_draft if draft.is_cuda else cpu.commit_draft
         commit(draft, count, cache)

@@ -1,4 +1,4 @@
-"""Checks of what a `DynamicMaskCache` is made from and given."""
+"""Checks of the arguments of a `DynamicMaskCache` and of its methods."""
 
 from typing import Any
 
@@ -29,7 +29,12 @@ _DTYPES["meta"] = _DTYPES["cpu"]
 
 
 def check_cache_device(device: Any) -> torch.device:
-    """A device that caches can be on."""
+    """`device` as a torch.device on which a cache can be: CUDA, the CPU, or meta.
+
+    Raises:
+        TypeError: torch cannot make a device of it.
+        ValueError: caches cannot be on such a device.
+    """
     wanted = "a torch.device or its name, of cuda or the CPU"
     found = check_device(device, wanted)
     if found.type not in _DTYPES:
@@ -38,7 +43,12 @@ def check_cache_device(device: Any) -> torch.device:
 
 
 def check_cache_head_dim(head_dim: Any, device: torch.device) -> int:
-    """A head_dim that attention through a cache serves."""
+    """`head_dim` as an int that attention through a cache supports on `device`.
+
+    Raises:
+        TypeError: it is no int.
+        ValueError: it is not 1 to 256, or on CUDA no multiple of 8.
+    """
     found = check_head_dim_number(head_dim)
     if device.type == "cuda" and found % HEAD_DIM_MULTIPLE:
         raise ValueError(f"head_dim: got {found}, wanted a multiple of {HEAD_DIM_MULTIPLE} on CUDA")
@@ -46,7 +56,7 @@ def check_cache_head_dim(head_dim: Any, device: torch.device) -> int:
 
 
 def check_entry_dtype(dtype: Any, device: torch.device) -> torch.dtype:
-    """A dtype that keys and values in a cache can have."""
+    """`dtype`, if keys and values in a cache on `device` can have it; raises TypeError if not."""
     if check_dtype("dtype", dtype) not in _DTYPES[device.type]:
         where = "CUDA" if device.type == "cuda" else "the CPU"
         raise TypeError(f"dtype: got {dtype}, wanted {one_of(_DTYPES[device.type])} on {where}")
@@ -56,13 +66,17 @@ def check_entry_dtype(dtype: Any, device: torch.device) -> torch.dtype:
 def check_cache_input(
     name: str, t: Any, shape: tuple[int, ...], dtype: torch.dtype, entries: Tensor
 ) -> None:
-    """Raise for a tensor that does not fit; quick for one that does, as each step calls it.
+    """Raise for a tensor that does not fit. Fast if it fits, since each decoding step calls this.
 
     Args:
         name: the argument's public name.
         t: what the caller gave.
-        shape, dtype: what it has to have.
-        entries: the keys of the cache.
+        shape, dtype: those that it must have.
+        entries: the keys of the cache, on whose device it must be.
+
+    Raises:
+        TypeError: it is no tensor, or has another dtype.
+        ValueError: it is not dense, or has another shape or device.
     """
     if (
         isinstance(t, Tensor)
@@ -80,12 +94,13 @@ def check_cache_input(
 
 
 def check_places(name: str, given: Any, batch: int, device: torch.device) -> Tensor:
-    """Places in the batch of a cache, int (N,), of which none leads outside.
+    """Indices into the batch of a cache, int (N,), none of which is out of range.
+
+    The host checks the values if it can read them without waiting; otherwise they are clamped.
 
     Raises:
         TypeError: it is no tensor of int32 or int64.
-        ValueError: its shape or device does not fit; where the host can read it, also that a number
-            is out of range.
+        ValueError: its shape or device does not fit, or the host has read a number out of range.
     """
     index = check_tensor(name, given)
     check_tensor_dtype(name, index, (torch.int64, torch.int32))
@@ -102,12 +117,12 @@ def check_places(name: str, given: Any, batch: int, device: torch.device) -> Ten
 
 
 def check_slots(slots: Any, batch: int, device: torch.device) -> Tensor:
-    """Places as `check_places`, no two of them alike.
+    """Indices as `check_places` returns them, as int64, no two of them the same.
 
     Raises:
         TypeError: as `check_places`.
-        ValueError: as `check_places`; or one is named twice, of which a device only tells that
-            there are more than the cache has.
+        ValueError: as `check_places`; or a slot is named twice. If the host cannot read the values,
+            that is only noticed if there are more of them than the cache has slots.
     """
     index = check_places("slots", slots, batch, device)
     if len(index) > batch:
@@ -118,7 +133,10 @@ def check_slots(slots: Any, batch: int, device: torch.device) -> Tensor:
 
 
 def size_of(t: Any, dim: int) -> int:
-    """Of a (B, tokens, heads, D) tensor; the checks to come name whatever else it is."""
+    """The size of dimension `dim` of a (B, tokens, heads, D) tensor.
+
+    1 for anything else, which a later check reports.
+    """
     return t.shape[dim] if isinstance(t, Tensor) and not t.is_nested and t.dim() == 4 else 1
 
 
@@ -134,12 +152,21 @@ def check_step(
     softcap: Any,
     active: Tensor | None,
 ) -> tuple[CacheTokens, float, float]:
-    """The tokens and the numbers to attend with; raises for what does not fit.
+    """Check the arguments of a decoding step.
 
     Args:
         entries: the keys of the cache.
-        score_dtype: of its scores.
+        score_dtype: of the scores of the cache.
         batch: how many slots the tokens are for.
+        query, key, value, score, softmax_scale, softcap, active: as for
+            `DynamicMaskCache.append_and_attend`.
+
+    Returns:
+        The tokens, with `active` as bool (B, T) or None; the softmax scale; and the softcap.
+
+    Raises:
+        TypeError, ValueError: something does not fit the cache.
+        RuntimeError: a gradient would be needed.
     """
     nheads_k, head_dim = entries.shape[2:]
     tokens, nheads = size_of(query, 1), size_of(query, 2)
@@ -175,16 +202,17 @@ def check_step(
 def check_room(
     seen: Tensor, capacity: int, tokens: int, active: Tensor | None, rows: Tensor | None
 ) -> int:
-    """The most tokens that a sequence has; raises if more are to come than there is room for.
-
-    The host waits for the device.
+    """Raise ValueError if there is no room for new tokens; the host waits for the device.
 
     Args:
-        seen: int32 (B,), the tokens of each sequence.
-        capacity: the most that one can have.
-        tokens: how many are to come for each of the slots.
+        seen: int32 (B,), the number of tokens of each sequence.
+        capacity: the most tokens that a sequence can have.
+        tokens: how many tokens are to be added to each of the slots.
         active: bool (n, tokens), which of them count; all when None.
         rows: the slots (n,) that they are for; all when None.
+
+    Returns:
+        The largest number of tokens that a sequence has now.
     """
     more = seen.new_full((len(seen if rows is None else rows),), tokens)
     if active is not None:
@@ -199,10 +227,10 @@ def check_room(
 
 
 def check_prompt_room(seqlen: int, real: Tensor | None, capacity: int) -> int:
-    """At least the number of tokens of the longest prompt; raises if they do not fit.
+    """An upper bound of the tokens of the longest prompt; raises ValueError if they do not fit.
 
     Args:
-        seqlen: of all prompts, with their padding.
+        seqlen: length of all prompts, padding included.
         real: bool (B, S), False at padding; None where there is none.
         capacity: the most tokens that a sequence can have.
     """
@@ -224,7 +252,12 @@ def _no_room(tokens: int, held: int, capacity: int) -> ValueError:
 def check_prompt_selection(
     selection: Any, window_size: int, shape: tuple[int, int, int], device: torch.device
 ) -> None:
-    """Raise for what is no selection of a prompt, of scores of this shape (B, HK, S)."""
+    """Raise unless `selection` is one for a prompt with scores of this shape (B, HK, S).
+
+    Raises:
+        TypeError: it is no KeySelection.
+        ValueError: its window size, shape or device does not fit.
+    """
     if not isinstance(selection, KeySelection):
         raise TypeError(
             f"selection: got {describe(selection)}, wanted a dmattn.KeySelection or None"
@@ -242,12 +275,17 @@ def check_prompt_selection(
 def real_tokens(
     lengths: Tensor | None, attn_mask: Tensor | None, shape: tuple[int, int], entries: Tensor
 ) -> Tensor | None:
-    """Which tokens of prompts (B, S) are no padding, bool (B, S), or None when all are.
+    """Which tokens of prompts (B, S) are no padding: bool (B, S), or None if there is no padding.
 
     Args:
-        lengths, attn_mask: what the caller gave, of which one may be.
+        lengths, attn_mask: what the caller gave, at most one of them.
         shape: (B, S).
         entries: the keys of the cache.
+
+    Raises:
+        TypeError: the given tensor has the wrong type or dtype.
+        ValueError: both are given; a shape or device does not fit; or the host has read a length
+            that is out of range.
     """
     batch, seqlen = shape
     if attn_mask is not None:
@@ -268,7 +306,10 @@ def real_tokens(
 
 
 def _autocast_hint(t: Tensor, dtype: torch.dtype, entry_dtype: torch.dtype) -> str:
-    """What may be behind keys of another dtype than the cache's."""
+    """The end of the message about a wrong dtype: if autocast may be the cause, how to avoid it.
+
+    `t`: the tensor given. `dtype`: the one that is wanted. `entry_dtype`: that of the cache's keys.
+    """
     if dtype != entry_dtype or t.device.type not in ("cuda", "cpu"):
         return ""
     if torch.is_autocast_enabled(t.device.type):

@@ -1,8 +1,9 @@
-"""A draft behind the keys of a cache that evicts: its tokens attend without the keys being copied.
+"""A draft behind the keys of a cache that evicts: its tokens attend without a copy of the cache.
 
-The keys and values of such a cache have some spare rows behind the entries of each slot. A draft is
-written there. As t tokens can only push the t lowest entries out, or one another, it is known at
-once which token sees which key, and with it what the cache holds once the first of them are put in.
+The keys and values of such a cache have some spare rows behind the entries of each slot, to which a
+draft is written. t tokens can only evict the t lowest entries, or one another. So it can be worked
+out beforehand which token sees which key, and also what the cache will hold once the first tokens
+of the draft are put in.
 
 Letters as in `dmattn.cache_state`; w entries.
 """
@@ -17,12 +18,12 @@ from dmattn.cache_state import CacheTensors, CacheTokens
 from dmattn.dispatch import nobody_intercepts
 from dmattn.validation import check_int
 
-# Rows of keys, and of values, behind the entries of each slot: the most tokens of a draft.
+# The largest number of spare rows behind the entries of each slot, and so of tokens of a draft.
 SPARE_ROWS = 32
 
 
 def check_spare_rows(spare_rows: Any) -> int:
-    """The same number.
+    """The argument `spare_rows` of a cache, as an int.
 
     Raises:
         TypeError: it is no int.
@@ -37,7 +38,7 @@ def check_spare_rows(spare_rows: Any) -> int:
 def with_spare_rows(
     shape: torch.Size, dtype: torch.dtype, device: torch.device, spare: int
 ) -> Tensor:
-    """Zeros of a shape (B, entries, HK, D), with spare rows behind the entries of each slot."""
+    """Zeros of a shape (B, entries, HK, D): a view that leaves out `spare` more rows per slot."""
     batch, entries, *row = shape
     rows = torch.zeros((batch, entries + spare, *row), dtype=dtype, device=device)
     return rows[:, :entries]
@@ -46,14 +47,14 @@ def with_spare_rows(
 class Rows(NamedTuple):
     """The keys and values of a cache with their spare rows."""
 
-    of: tuple[Tensor, Tensor]  # the cache's k and v
+    of: tuple[Tensor, Tensor]  # the cache's k and v, which k and v here extend
     k: Tensor  # (B, w + spare, HK, D)
     v: Tensor  # as k
-    spare: int  # 0 for tensors that `with_spare_rows` has not made
+    spare: int  # number of spare rows per slot; 0 if `with_spare_rows` did not make the tensors
 
     @staticmethod
     def find(cache: CacheTensors, known: "Rows | None") -> "Rows":
-        """`known`: what was found last, which may still be right."""
+        """The rows of a cache. `known`: those found last, which are returned if still valid."""
         if known is not None and known.of[0] is cache.k and known.of[1] is cache.v:
             return known
         spare = min(_spare_rows(cache.k), _spare_rows(cache.v))
@@ -65,11 +66,11 @@ class Rows(NamedTuple):
 
     @property
     def can_be_kept(self) -> bool:
-        """Whether later calls may use them: a mode that looks on may have tensors of its own."""
+        """Whether later calls may use them; not under modes, which may substitute tensors."""
         return self.k.is_cuda and nobody_intercepts()
 
     def behind(self, cache: CacheTensors) -> CacheTensors:
-        """The cache with them for k and v."""
+        """The tensors of the cache, with k and v including their spare rows."""
         return cache._replace(k=self.k, v=self.v)
 
 
@@ -89,8 +90,8 @@ class Draft(NamedTuple):
     """Tokens in the spare rows of a cache, and what becomes of each if they are put in."""
 
     rows: Rows
-    tokens: int
-    fates: Tensor  # of dmattn::cache_draft
+    tokens: int  # T
+    fates: Tensor  # the second result of dmattn::cache_draft, which dmattn::cache_commit takes
 
     @staticmethod
     def attend(
@@ -101,10 +102,13 @@ class Draft(NamedTuple):
         softmax_scale: float,
         softcap: float,
     ) -> "tuple[Tensor, Draft]":
-        """(B, T, H, D), of tokens all of which are active; the entries stay as they are."""
+        """The attention of new tokens, all of them active, (B, T, H, D), and their draft.
+
+        The tokens are written to the spare rows; the entries of the cache stay unchanged.
+        """
         out, fates = draft_tokens(query, new, rows.behind(cache), softmax_scale, softcap)
         return out, Draft(rows, new.k.shape[1], fates)
 
     def commit(self, n: Tensor, cache: CacheTensors) -> None:
-        """Put the first n (B,) of each sequence into the cache, which is as it was then."""
+        """Put the first n (B,) tokens of each sequence into the cache, unchanged since `attend`."""
         commit_draft(self.fates, n, self.rows.behind(cache))

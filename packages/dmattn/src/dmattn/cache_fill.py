@@ -1,4 +1,7 @@
-"""What a prompt leaves in a cache. Letters as in `dmattn.cache_state`; S tokens of the prompt."""
+"""The content of a cache after a prompt.
+
+Letters as in `dmattn.cache_state`; S tokens of the prompt.
+"""
 
 import math
 from typing import NamedTuple
@@ -11,7 +14,7 @@ from dmattn.selection import KeySelection, select_keys
 
 
 class Fill(NamedTuple):
-    """What a prompt puts into the first entries of a cache."""
+    """The keys of a prompt that a cache holds, in `room` entries (at most S)."""
 
     k: Tensor  # (B, room, HK, D)
     v: Tensor  # as k
@@ -26,8 +29,8 @@ def last_row_keys(
 
     Args:
         score: (B, HK, S).
-        window_size: how many there are at most.
-        selection: by which the prompt was attended to, if there is one.
+        window_size: the largest number of such keys per head.
+        selection: the one by which the prompt was attended to, or None.
         real: bool (B, S), False at padding; None where there is none.
     """
     seqlen = score.shape[2]
@@ -53,9 +56,15 @@ def fill_of(
     entries: int,
     at_end: bool,
 ) -> Fill:
-    """The kept keys of a prompt, bool (B, HK, S), behind one another, in at most `entries`.
+    """The keys of a prompt that a cache holds, without gaps between them.
 
-    `at_end`: entries without a key come first, and not last.
+    Args:
+        key, value: (B, S, HK, D).
+        score: (B, HK, S).
+        real: bool (B, S), False at padding, which positions do not count; None for no padding.
+        kept: bool (B, HK, S), the keys to hold, at most `entries` per head.
+        entries: how many entries the cache has.
+        at_end: whether entries without a key come first; otherwise they come last.
     """
     batch, nheads_k, seqlen = score.shape
     room = min(entries, seqlen)

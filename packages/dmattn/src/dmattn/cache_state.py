@@ -1,4 +1,4 @@
-"""The tensors of a cache and what is put into it: what every stage down to the backends hands on.
+"""The tensors of a cache and the tokens put into it, as all stages down to the backends take them.
 
 Letters: B batch, T new tokens, HK key/value heads, D head dimension.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class CacheTensors(NamedTuple):
-    """The state of a cache; contiguous, but for k and v, whose slots may lie apart."""
+    """The state of a cache. Contiguous, except that there may be gaps between slots in k and v."""
 
     k: Tensor  # (B, entries, HK, D)
     v: Tensor  # as k
@@ -21,7 +21,7 @@ class CacheTensors(NamedTuple):
 
 
 class CacheTokens(NamedTuple):
-    """What is put into a cache."""
+    """Tokens to be put into a cache."""
 
     k: Tensor  # (B, T, HK, D)
     v: Tensor  # as k
@@ -30,18 +30,20 @@ class CacheTokens(NamedTuple):
 
 
 def outside_of(cache: CacheTensors, *tensors: Tensor) -> list[Tensor]:
-    """The tensors, with copies in place of those that lie in the memory of a cache.
+    """The tensors, with copies of those that are views of the memory of a cache.
 
-    Of several tokens that go into it, the first ones may take the place that the others lie in.
+    If several tokens are put in one after the other, the first could overwrite memory from which
+    the later ones are still to be read.
     """
     own = {t.untyped_storage().data_ptr() for t in cache}
     return [t.clone() if t.untyped_storage().data_ptr() in own else t for t in tensors]
 
 
 def outside_of_inference_mode() -> AbstractContextManager[None]:
-    """Where the tensors of a cache are made: it is used inside of that mode and outside.
+    """A context, outside of torch.inference_mode, in which the tensors of a cache are made.
 
-    Torch refuses to write to tensors outside of the mode in which they were made.
+    Torch refuses to write to tensors made in inference mode once outside of it, and a cache may be
+    used in both.
     """
     if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
         return nullcontext()

@@ -1,9 +1,9 @@
 """The rules that relate the arguments of one attention call, each written once over `Problem`.
 
-The same checks run in eager calls, in the operators and in their fakes. Messages use the public
-argument names (query, key, value, attn_mask, attn_bias) and the layouts of the public functions.
-Each check looks for what is right at once, and takes its time to name what is wrong only then: it
-is on the path of every call. What a single backend cannot do, the backend says itself.
+The same checks run in eager calls, in the operators and in their fake implementations. Messages use
+the public argument names (query, key, value, attn_mask, attn_bias) and the layouts of the public
+functions. Checks run in many calls, so each first tests quickly whether everything is right, and
+only if not finds out what is wrong. What only one backend cannot do is checked by that backend.
 """
 
 from itertools import pairwise
@@ -39,12 +39,12 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check(problem: Problem) -> None:
-    """Look at all that can be known of a problem without reading the values of its tensors.
+    """Check everything about a problem that does not need the values of its tensors.
 
     Raises:
         TypeError: an operand is no tensor or has the wrong dtype.
-        ValueError: a layout, rank, shape or device does not fit, a bound is too small, or there is
-            a mask beside key lists.
+        ValueError: a layout, rank, shape or device does not fit, max_seqlen_q or max_seqlen_k is
+            too small for the number of tokens, or there is a mask or packing beside key lists.
     """
     check_tensors(problem)
     _check_dtypes(problem)
@@ -76,13 +76,13 @@ def check_tensors(problem: Problem) -> None:
 
 
 def check_head_dim(head_dim: int, name: str = "query") -> None:
-    """Raise ValueError unless attention serves this head_dim."""
+    """Raise ValueError unless head_dim is 1 to `MAX_HEAD_DIM`. `name`: the argument that has it."""
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"{name}: got head_dim {head_dim}, wanted 1 to {MAX_HEAD_DIM}")
 
 
 def check_head_dim_number(head_dim: Any) -> int:
-    """An argument `head_dim` that attention serves, as an int.
+    """The argument `head_dim` as an int from 1 to `MAX_HEAD_DIM`.
 
     Raises:
         TypeError: it is no integer.
@@ -95,11 +95,11 @@ def check_head_dim_number(head_dim: Any) -> int:
 
 
 class StrideError(ValueError):
-    """An operand lies in memory in a way that a copy of it would mend."""
+    """An operand has strides that a kernel cannot read; a contiguous copy would solve that."""
 
 
 def wrong_strides(q: Tensor, k: Tensor, v: Tensor) -> list[Exception]:
-    """An error for each operand of which CUDA kernels cannot read vectors along head_dim."""
+    """An error for each operand whose stride along head_dim is not 1, as CUDA kernels need it."""
     if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         return []
     return [
@@ -113,20 +113,23 @@ def wrong_strides(q: Tensor, k: Tensor, v: Tensor) -> list[Exception]:
 
 
 def check_last_stride(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ValueError unless the CUDA kernels can read vectors along head_dim."""
+    """Raise StrideError unless the stride along head_dim is 1, as CUDA kernels need it."""
     for error in wrong_strides(q, k, v):
         raise error
 
 
 def check_one_head_dim(problem: Problem) -> None:
-    """Raise ValueError unless values have the head_dim of keys, as operators and backends want."""
+    """Raise ValueError unless values have the head_dim of keys, as operators require it."""
     k, v = problem.k.shape, problem.v.shape
     if k[-1] != v[-1]:
         raise ValueError(f"value: got head_dim {v[-1]}, wanted {k[-1]} as key in an operator")
 
 
 def check_listed_bias(problem: Problem, needed: bool) -> None:
-    """Raise ValueError for a gradient that is not computed over key lists."""
+    """Raise ValueError if the gradient of a bias with rows is needed over key lists.
+
+    Backends do not compute it. `needed`: whether the gradient of the bias is needed.
+    """
     bias = problem.bias
     if problem.key_lists is None or bias is None or not needed or bias.shape[2] == 1:
         return
@@ -139,12 +142,12 @@ def check_listed_bias(problem: Problem, needed: bool) -> None:
 def check_backward(
     problem: Problem, results: Results, dout: Tensor, dlse: Tensor | None, needs: Needs
 ) -> None:
-    """Validate what the backward operator takes beyond a checked problem.
+    """Check what the backward operator takes in addition to a checked problem.
 
     Raises:
-        TypeError: a dtype differs from the forward's.
-        ValueError: a shape or device differs from the forward's, or a gradient is asked for that is
-            not computed.
+        TypeError: a dtype differs from that in the forward.
+        ValueError: a shape or device differs from that in the forward, or a gradient is needed that
+            is not computed (see `check_listed_bias`).
     """
     check_listed_bias(problem, needs.bias)
     q = problem.q
@@ -199,7 +202,7 @@ def _check_devices(problem: Problem) -> None:
 
 
 def _check_shapes(problem: Problem) -> None:
-    """Of query, key and value: what a dense and a packed problem have in common."""
+    """Check the shapes of query, key and value, dense or packed."""
     q, k, v = problem.q.shape, problem.k.shape, problem.v.shape
     rank, layout = 4, "(batch, seqlen, heads, head_dim)"
     if problem.packing is not None:
@@ -231,7 +234,7 @@ def _check_shapes(problem: Problem) -> None:
 
 
 def _check_operand(name: str, t: Tensor, problem: Problem) -> None:
-    """A mask or bias."""
+    """Check the shape of a mask or bias."""
     if problem.packing is None:
         _check_dense_operand(name, t, problem)
     else:
@@ -259,7 +262,7 @@ def _check_dense_operand(name: str, t: Tensor, problem: Problem) -> None:
 
 
 def _check_packed_operand(name: str, t: Tensor, problem: Problem, packing: Packing) -> None:
-    """A mask or bias of packed sequences, heads first."""
+    """Check the shape of a mask or bias of packed sequences, with heads first."""
     total_q, nheads, _ = problem.q.shape
     total_k, nheads_k, _ = problem.k.shape
     if t.dim() in (2, 3) and (is_one_or(t.shape[0], nheads) or t.shape[0] == nheads_k):
@@ -290,7 +293,7 @@ def _check_sinks(sinks: Tensor, problem: Problem) -> None:
 
 
 def _check_packing(packing: Packing, problem: Problem) -> None:
-    """What is known of packed sequences without reading cu_seqlens."""
+    """Check what can be known of packed sequences without reading cu_seqlens."""
     q = problem.q
     sequences = -1
     for name, t in (("cu_seqlens_q", packing.cu_seqlens_q), ("cu_seqlens_k", packing.cu_seqlens_k)):
@@ -315,11 +318,11 @@ def _check_packing(packing: Packing, problem: Problem) -> None:
 
 
 def read_packing(packing: Packing, total_q: int, total_k: int) -> tuple[list[int], list[int]]:
-    """The boundaries of rows and of keys, read by the host.
+    """The boundaries of rows and of keys, read by the host and checked.
 
     Raises:
-        ValueError: they do not rise from 0 to the number of tokens, or a sequence is longer than
-            the bound given for it.
+        ValueError: they do not rise from 0 to total_q or total_k, or a sequence is longer than
+            max_seqlen_q or max_seqlen_k.
     """
     return (
         _boundaries("q", packing.cu_seqlens_q, packing.max_seqlen_q, total_q),
@@ -338,12 +341,12 @@ def _boundaries(name: str, cu_seqlens: Tensor, longest: int, total: int) -> list
 
 
 def check_key_lists(lists: Selection, problem: Problem) -> None:
-    """Whether key lists fit the rest of a problem.
+    """Check that key lists fit the rest of a problem.
 
     Raises:
-        TypeError: one of the tensors is not int32.
-        ValueError: a shape or device does not fit, there are more query rows than keys under
-            causality, or there is a mask as well.
+        TypeError: one of their tensors is not int32.
+        ValueError: a shape or device does not fit, a causal problem has more query rows than keys,
+            or there is a mask or packing as well.
     """
     if problem.packing is not None:
         raise ValueError("selection: got one for packed sequences, wanted None")

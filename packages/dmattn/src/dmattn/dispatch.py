@@ -1,14 +1,14 @@
-"""How a checked problem reaches a backend: directly where that is right, else by the operators.
+"""How a checked problem reaches a backend: by a direct call if possible, else by the operators.
 
 A call of the operators dmattn::fwd and dmattn::bwd costs several times the host time of a direct
-call. So plain eager calls leave the dispatcher of torch out: without gradients the backend is
-called at once, with gradients by `torch.autograd.Function`. What somebody else has to see goes
-through the operators: torch.compile, torch.export, tracing, tensor subclasses, and modes that
-intercept calls. Functorch transforms (torch.func.grad, vmap and the like) take the operators too,
-by functions that tell them how to differentiate.
+call. So plain eager calls bypass torch's dispatcher: without gradients the backend is called at
+once, with gradients inside a `torch.autograd.Function`. Calls that torch.compile, torch.export, a
+tracer, a tensor subclass or a mode has to intercept go through the operators. Functorch transforms
+(torch.func.grad, vmap and the like) use the operators too, inside functions that tell functorch
+how to differentiate them.
 
-Private entry points of torch tell who intercepts calls. In a torch that lacks one of them every
-call goes through the operators, slower and otherwise the same.
+Private functions of torch say whether anything intercepts calls. If a release of torch lacks one of
+them, every call goes through the operators, which is slower and gives the same results.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,10 @@ _Probe = Callable[[], Any]
 
 
 def _probes() -> tuple[_Probe, _Probe, _Probe, _Probe] | None:
-    """Who intercepts calls: dispatch modes, function modes, functorch, tracing. None: unknown."""
+    """Functions that say whether dispatch modes, function modes, functorch or tracing are active.
+
+    None if this release of torch lacks one of them.
+    """
     try:
         return (
             torch._C._len_torch_dispatch_stack,
@@ -66,7 +69,8 @@ def attend(
     Args:
         problem: what to compute.
         backend: the name of the backend to insist on, or None.
-        out: where to write out, as `dmattn.outputs.check_out` wants it; that tensor is returned.
+        out: where to write the output, a tensor that `dmattn.outputs.check_out` accepts, or None.
+            It is returned.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `dmattn.backends.registry.choose`.
@@ -97,9 +101,12 @@ def attend(
 def _by_operator(
     problem: Problem, backend: str | None, out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """By the operator, which has no argument for `out`: who intercepts calls sees it copied there.
+    """`attend` by the operator dmattn::fwd.
 
-    A compiler, too, may get here: one that has given up on the public function, which refuses it.
+    The operator has no argument for `out`, so its result is copied there, by an operation that
+    modes and transforms see as well. `out` can be given even while a compiler traces, although the
+    public functions refuse it then: a compiler that has given up on the public function may trace
+    this one.
     """
     found, lse = ops.attend(problem, backend)
     return found if out is None else out.copy_(found), lse
@@ -112,9 +119,15 @@ def attend_directly(
     prepared: Prepared | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`attend` by a backend that was chosen, and may be prepared, for operands that `is_direct`.
+    """`attend` by a direct call of a backend, for operands for which `is_direct` is true.
 
-    An lse that nobody asks for, which autograd then need not know of, is None.
+    Args:
+        problem: what to compute.
+        backend: the backend that was chosen for it.
+        with_lse: whether lse is wanted. If not, it may be returned as None, and autograd does not
+            record it.
+        prepared: what the backend has worked out for calls of this kind, or None.
+        out: as for `attend`.
     """
     q, k, v, mask, bias, sink, *_, lists = problem
     if prepared is not None:
@@ -133,7 +146,7 @@ def attend_directly(
 
 
 class _Eager(torch.autograd.Function):
-    """A direct call of a backend that remembers what its backward needs."""
+    """The autograd node of a direct call of a backend."""
 
     @staticmethod
     def forward(
@@ -151,7 +164,7 @@ class _Eager(torch.autograd.Function):
         if backend.keeps_graphs and not _saved_tensors_are_intercepted():
             found = backend.forward_with_graph(problem)
         results, ctx.graph = found or (sinks.forward(backend, problem), None)
-        ctx.set_materialize_grads(False)  # a missing dlse is then None, and costs nothing
+        ctx.set_materialize_grads(False)  # an unused lse then has the gradient None, not zeros
         tensors, ctx.rest = problem.split()
         ctx.save_for_backward(*tensors, *results)
         ctx.backend = backend
@@ -189,18 +202,20 @@ class _Eager(torch.autograd.Function):
 
 
 def _saved_tensors_are_intercepted() -> bool:
-    """Whether somebody wants each saved tensor, as checkpointing does; then no graph is kept.
+    """Whether hooks replace each tensor that autograd saves, as those of checkpointing do.
 
-    It would keep the operands alive, which that is to prevent. Unknown to older torch: True.
+    No graph is kept then, since it would keep the operands alive, which the hooks are there to
+    prevent. True if this release of torch cannot say.
     """
     return _SAVING_HOOKS is None or _SAVING_HOOKS(True) is not None
 
 
 def _graph_is_retained() -> bool:
-    """Within a backward, whether another one may follow. False where that is unknown: in older
-    torch, and where a compiler traces the backward, which cannot trace the question.
+    """Within a backward, whether a second backward of the same graph may follow (retain_graph).
 
-    The graph of a forward is then released with the first one, and another starts from the results.
+    False if that is unknown: in older torch, and while a compiler traces the backward, since it
+    cannot trace the question. The graph of the forward is then released by the first backward, and
+    a second one starts from the results of the forward.
     """
     if _IS_RETAINED is None or torch.compiler.is_compiling():
         return False
@@ -208,7 +223,7 @@ def _graph_is_retained() -> bool:
 
 
 class _Known(torch.autograd.Function):
-    """`_Eager` for a call that its backend is prepared for."""
+    """The autograd node of a direct call for which the backend is prepared."""
 
     @staticmethod
     def forward(
@@ -221,7 +236,8 @@ class _Known(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor] | Tensor:
         call, mask, lists, with_lse = others
         out, lse, rest = call.forward((q, k, v, mask, bias, lists), True)
-        # In the order of `_Eager`: a checkpoint may save by one and compute again by the other.
+        # In the order of `_Eager`: under checkpointing one of the two nodes may save the tensors
+        # and the other one recompute them.
         ctx.save_for_backward(q, k, v, mask, bias, *(lists or ()), out, lse, rest)
         ctx.call = call
         if not with_lse:
@@ -250,7 +266,7 @@ class _Known(torch.autograd.Function):
 def attend_prepared(
     call: Prepared, operands: Operands, with_lse: bool, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """As `attend_directly`, for operands of a kind that a backend is prepared for."""
+    """`attend_directly` for operands of a kind for which a backend is prepared."""
     q, k, v, mask, bias, lists = operands
     if torch.is_grad_enabled() and (
         q.requires_grad
@@ -265,10 +281,10 @@ def attend_prepared(
 
 
 def _is_for_operator(dout: Tensor, dlse: Tensor | None, out: Tensor, q: Tensor) -> bool:
-    """Whether a backward has to go through the operator, which knows what to do, or what to say.
+    """Whether a backward has to go through the operator dmattn::bwd.
 
-    With a graph of the backward, or gradients that are more than tensors of numbers (such as
-    batches of them).
+    It does if the backward is itself recorded or compiled (the operator refuses second
+    derivatives), and if a gradient is no ordinary tensor, such as a batch of gradients.
     """
     return (
         torch.is_grad_enabled()
@@ -280,7 +296,7 @@ def _is_for_operator(dout: Tensor, dlse: Tensor | None, out: Tensor, q: Tensor) 
 
 
 def _direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply` without what it does for functorch, which never gets here."""
+    """`function.apply` without its checks for functorch, whose calls never get here."""
     try:
         above: Any = super(torch.autograd.Function, function)
         direct: Callable[..., Any] = above.apply
@@ -293,9 +309,9 @@ _apply_eager, _apply_known = _direct_apply(_Eager), _direct_apply(_Known)
 
 
 def _call_backward_directly(function: type[torch.autograd.Function]) -> None:
-    """Have autograd call `function.backward` itself, and not a method of torch that looks for it.
+    """Have autograd call `function.backward` directly.
 
-    What torch finds there at each call, it finds here once.
+    Otherwise it calls a method of torch that looks `function.backward` up in every call.
     """
     node: Any = getattr(function, "_backward_cls", None)
     if node is not None:
@@ -306,9 +322,9 @@ _call_backward_directly(_Known)
 
 
 class _Transformed(torch.autograd.Function):
-    """dmattn::fwd for functorch, which cannot use the gradients that the operator has registered.
+    """dmattn::fwd for functorch, which cannot use the backward registered for the operator.
 
-    Takes and returns what the operator does.
+    Takes and returns the same as the operator.
     """
 
     @staticmethod
@@ -343,7 +359,7 @@ class _Transformed(torch.autograd.Function):
 
 
 class _TransformedBackward(torch.autograd.Function):
-    """dmattn::bwd for functorch, which wants a graph of every backward, if only to refuse it."""
+    """dmattn::bwd for functorch, which records every backward; its own backward raises an error."""
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -368,12 +384,12 @@ class _TransformedBackward(torch.autograd.Function):
 
 
 def is_direct(*tensors: Tensor | None) -> bool:
-    """Whether a call with these tensors, outside of a compiler, may leave the dispatcher out."""
+    """Whether a call with these tensors may bypass torch's dispatcher, if no compiler traces it."""
     return nobody_intercepts() and _are_plain(*tensors)
 
 
 def nobody_intercepts() -> bool:
-    """Whether no mode, transform or tracer has to see this call."""
+    """Whether no mode, transform, tracer or level of forward-mode derivatives is active."""
     if _PROBES is None:
         return False
     dispatch_modes, function_modes, functorch_level, tracing = _PROBES
@@ -387,12 +403,12 @@ def nobody_intercepts() -> bool:
 
 
 def may_autocast() -> bool:
-    """Whether autocast may be on for some device; a quick question."""
+    """Whether autocast may be on for some device: a cheap check before `is_autocast`."""
     return _AUTOCAST_ANYWHERE is None or _AUTOCAST_ANYWHERE()
 
 
 def _are_plain(*tensors: Tensor | None) -> bool:
-    """Whether all are ordinary tensors of numbers on a device that operators are registered for."""
+    """Whether all are ordinary tensors, on a device for which the operators are registered."""
     for t in tensors:
         if t is not None and (
             type(t) not in PLAIN_TYPES or t.is_neg() or not (t.is_cuda or t.is_cpu or t.is_xpu)
@@ -402,9 +418,9 @@ def _are_plain(*tensors: Tensor | None) -> bool:
 
 
 def is_plain_call(*tensors: Tensor | None) -> bool:
-    """Whether the dispatcher of torch would do nothing but call the implementation.
+    """Whether torch's dispatcher would only call the implementation of an operator.
 
-    For operators without gradients, which then may be called directly.
+    For operators without a backward: their implementation may then be called directly.
     """
     if torch.compiler.is_compiling() or not is_direct(*tensors):
         return False
@@ -412,10 +428,10 @@ def is_plain_call(*tensors: Tensor | None) -> bool:
 
 
 def _needs_no_graph(*tensors: Tensor | None) -> bool:
-    """Whether an operator without gradients may take these tensors.
+    """Whether an operator without a backward may be called with these tensors.
 
-    Not where one requires a gradient, and not under what such an operator knows nothing of: the
-    transforms of functorch, forward-mode derivatives, and tensors of other types.
+    Not if one of them requires a gradient, and not with what such operators do not support:
+    functorch transforms, forward-mode derivatives, and tensors of other types.
     """
     if any_requires_grad(*tensors):
         return False
@@ -433,8 +449,10 @@ def _needs_no_graph(*tensors: Tensor | None) -> bool:
 
 
 def way_without_graph(*tensors: Tensor | None) -> bool | None:
-    """How operators that have no gradients may take these tensors: directly (True), through the
-    dispatcher of torch (False), or not at all (None).
+    """How operators without a backward may be called with these tensors.
+
+    True: directly. False: through torch's dispatcher. None: not at all, so that operations of torch
+    have to be used instead.
     """
     if is_plain_call(*tensors):
         return True
@@ -442,7 +460,7 @@ def way_without_graph(*tensors: Tensor | None) -> bool | None:
 
 
 def any_requires_grad(*tensors: Tensor | None) -> bool:
-    """Whether autograd has to know what becomes of these tensors."""
+    """Whether autograd records operations on these tensors."""
     if torch.is_grad_enabled():
         for t in tensors:
             if t is not None and t.requires_grad:
@@ -451,12 +469,15 @@ def any_requires_grad(*tensors: Tensor | None) -> bool:
 
 
 def is_batch(grad: Tensor) -> bool:
-    """Whether a gradient stands for many, as with is_grads_batched in torch.autograd.grad."""
-    return _IS_LEGACY_BATCH is None or _IS_LEGACY_BATCH(grad)  # unknown: the slow right way
+    """Whether a gradient is a batch of them, as by is_grads_batched in torch.autograd.grad.
+
+    True if this release of torch cannot say: then the slower way is taken, which is always correct.
+    """
+    return _IS_LEGACY_BATCH is None or _IS_LEGACY_BATCH(grad)
 
 
 def _refuse_forward_mode(*tensors: Tensor | None) -> None:
-    """Without this, torch would drop the tangents of a registered operator silently."""
+    """Raise RuntimeError if a tensor has a tangent: torch would drop it without a word."""
     if getattr(forward_ad, "_current_level", 0) < 0:
         return
     unpack: Callable[[Tensor], Any] = forward_ad.unpack_dual
@@ -478,9 +499,9 @@ def select(
     is_known: bool = False,
     cleared: bool = True,
 ) -> Selection:
-    """`dmattn.ops.selection.select_keys`, past the dispatcher of torch where that has no part.
+    """`dmattn.ops.selection.select_keys`, bypassing torch's dispatcher where that is possible.
 
-    `is_known`: that it has none, of scores without a gradient.
+    `is_known`: the caller knows that it is possible, and that the scores need no gradient.
     """
     direct = is_known or is_plain_call(scores, key_mask, cu_seqlens)
     if not direct:
@@ -489,10 +510,10 @@ def select(
 
 
 def is_same_tensor(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are known to hold the same values without making the host wait.
+    """Whether two tensors are known to hold the same values, without waiting for a device.
 
-    On CUDA that is one object or one place in memory; on the CPU equal values will do. Under a
-    compiler or a transform only one object counts.
+    On CUDA they have to be the same object or the same memory; on the CPU values are compared.
+    Under a compiler or a transform they have to be the same object.
     """
     if a is b:
         return True

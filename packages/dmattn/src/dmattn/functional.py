@@ -104,7 +104,7 @@ def flash_dmattn_func(
     return_state: bool = False,
     cu_seqlens: Tensor | Sequence[int] | None = None,
     out: Tensor | None = None,
-) -> Any: ...  # Tensor, or tuple of two or three
+) -> Any: ...  # a Tensor, or a tuple of two to four values
 
 
 def flash_dmattn_func(
@@ -129,87 +129,97 @@ def flash_dmattn_func(
     cu_seqlens: Tensor | Sequence[int] | None = None,
     out: Tensor | None = None,
 ) -> Any:
-    """Softmax attention with a mask, a bias, or both, neither expanded nor padded.
+    """Softmax attention with a mask, a bias, or both, which are neither expanded nor padded.
 
         logits[b,h,i,j] = softcap(softmax_scale * query[b,i,h] . key[b,j,h//G]) + attn_bias[b,h,i,j]
         out[b,i,h]      = sum over kept j of softmax_j(logits) * value[b,j,h//G]
 
-    A query row that keeps no key gives out = 0 and lse = -inf, and adds nothing to any gradient.
+    Row i of head h keeps key j if attn_mask, causality, and window_size or selection all allow it
+    and its bias is not -inf. A query row that keeps no key gives out = 0 and lse = -inf, and adds
+    nothing to any gradient. Gradients reach query, key, value, attn_bias and sinks, each computed
+    only if required.
+
     Letters: B batch, Sq/Sk query/key length, H query heads, HK key/value heads, G = H / HK, D and
-    Dv head dimension of keys and of values. Gradients reach query, key, value, attn_bias and sinks,
-    each computed only if required.
+    Dv head dimension of keys and of values. {B|1} is a dimension of size B or 1.
 
     Args:
         query: (B, Sq, H, D) with D at most 256; float16 or bfloat16 on CUDA (float32 by backends
             other than "cuda"), on the CPU also float32 or float64. Query, key and value may be any
             view whose last dimension is contiguous (on the CPU, any view at all).
         key, value: (B, Sk, HK, D) and (B, Sk, HK, Dv) in the dtype of query; HK divides H. Dv is
-            at most 256, too. Another one than D is a slow path: query and key, or value, are copied
-            to append zeros.
-        attn_mask: bool ({B|1}, {H|HK|1}, {Sq|1}, {Sk|1}), True = attend. One that is alike for all
-            queries (Sq dimension 1) makes the cost follow the number of kept keys. Two dimensions
-            are taken as well: (B, Sk), padding, of bools or of integers as a tokenizer gives them
-            (0 = padding), or (Sq, Sk), of bools, as scaled_dot_product_attention takes them. Where
-            B = Sq > 1 such a mask can be read in both ways and is refused.
-        attn_bias: the dtype of query, or float32; shapes as attn_mask. -inf masks. Its gradient is
-            summed in float32 or wider and rounded once.
+            at most 256, too. If Dv differs from D, the call takes a slow path: query and key, or
+            value, whichever has the smaller head dimension, are copied with zeros appended.
+        attn_mask: bool ({B|1}, {H|HK|1}, {Sq|1}, {Sk|1}), True = attend. If the mask is the same
+            for all queries (its Sq dimension is 1), the cost follows the number of kept keys. A
+            mask of two dimensions is either a padding mask (B, Sk), of bools or of the integers
+            that a tokenizer returns (0 = padding), or a bool (Sq, Sk), as
+            scaled_dot_product_attention takes it. If B = Sq > 1 it could be either, and is refused.
+        attn_bias: the dtype of query, or float32; shapes as attn_mask has them in four dimensions.
+            A bias of -inf masks. The gradient of the bias is summed in float32 or wider and rounded
+            once.
         softmax_scale: D ** -0.5 when None.
         is_causal: query i sees keys 0 .. i + Sk - Sq, so that the last query sees the last key.
-        softcap: c > 0 turns the scaled dot product x into c * tanh(x / c).
-        deterministic: bitwise repeatable gradients, at some cost. Also on while
-            torch.use_deterministic_algorithms is.
-        window_size: each query keeps only this many keys: of those that it may see (by attn_mask,
-            and by causality when is_causal) the ones with the highest attn_bias, the later of two
-            equal ones, never one of NaN or -inf. attn_bias must then be
-            ({B|1}, {H|HK|1}, {Sq|1}, Sk) or ({B|1}, {H|HK|1}, Sk). The choice is not
-            differentiated, the bias of the kept keys is. Time grows with Sq * window_size, and
-            nothing of size Sq * Sk is formed, unless attn_mask or attn_bias has rows of its own:
-            then a mask of that size is made, which is a slow path. With Sk <= window_size nothing
-            is chosen: all keys count except those of NaN or -inf.
+        softcap: c > 0 turns the scaled dot product x into c * tanh(x / c); 0 turns it off.
+        deterministic: make gradients bitwise repeatable, at some cost in time. This is also in
+            force while torch.use_deterministic_algorithms(True) is.
+        window_size: each query keeps only this many of the keys that it may see (by attn_mask, and
+            by causality when is_causal): those with the highest attn_bias. Of two equal biases the
+            later key is kept, and keys whose bias is NaN or -inf are never kept. attn_bias must
+            then be ({B|1}, {H|HK|1}, {Sq|1}, Sk) or ({B|1}, {H|HK|1}, Sk). The choice itself is not
+            differentiated; the bias of the kept keys is. Time grows with Sq * window_size, and
+            nothing of size Sq * Sk is formed, unless attn_mask or attn_bias differs between query
+            rows: then a mask of that size is made, which is a slow path. If Sk <= window_size,
+            nothing is chosen: a row keeps all keys that it may see, except those whose bias is NaN
+            or -inf.
         return_lse: also return the log-sum-exp of each row.
-        backend: the name of one of `get_available_backends` to insist on it, None for the first
-            that takes such tensors.
+        backend: one of the names in `get_available_backends`, to insist on that backend; None for
+            the first backend that can compute the call.
         selection: which keys each row keeps, instead of window_size: from `select_keys`, to share
             one choice among calls, or from `KeySelection.from_intervals`. Keys that attn_mask hides
-            are then not attended to, though they keep their place in the selection. attn_bias may
-            be ({B|1}, {H|HK|1}, Sk) as well. An attn_mask with rows of its own, or an attn_bias
-            with rows that requires a gradient, is a slow path: a mask of size Sq * Sk is made.
+            are then not attended to, but they are not replaced by others either. attn_bias may
+            be ({B|1}, {H|HK|1}, Sk) as well. It is a slow path if attn_mask differs between query
+            rows, or if attn_bias does and requires a gradient: a mask of size Sq * Sk is made.
         sinks: floating (H,), a learned logit of each query head that takes part in the softmax of
             each row as if it were one more key, whose value is 0: out is multiplied by
             sigmoid(lse - sinks), and lse becomes logaddexp(lse, sinks). A row that keeps no key
-            then has out = 0 and lse = sinks. -inf means none.
+            then has out = 0 and lse = sinks. A sink of -inf is the same as no sink.
         return_attn_probs: also return the probabilities, for testing. They are computed apart, in
-            float64 and with memory of Sq * Sk per head, and carry no gradient. Beside sinks they do
-            not add up to 1. Not beside a state.
+            float64 and with memory of Sq * Sk per head, and carry no gradient. With sinks they do
+            not add up to 1. Cannot be combined with `state`.
         state: what `return_state` gave for the tokens before these, to attend to a long sequence
-            stretch by stretch: the rows attend to the keys of the state and to their own stretch,
-            exactly as in the whole sequence, forward and backward. None at its beginning. Needs
-            window_size, is_causal, one score per key, and no attn_mask with rows; then Sq is at
-            most Sk, and row i stands at position i + Sk - Sq of the stretch. Its keys are copied
-            in front of key and value, and lists choose among w + Sk keys.
-        return_state: also return the `KeyState` behind this stretch.
-        cu_seqlens: int32 or int64, on any device, or a sequence of ints, never falling: where
-            documents begin and end, counted from the first token of the whole sequence (by the
-            tokens that the state has seen), alike for all rows of the batch. Keys are chosen, and
-            seen, within their document. Boundaries that lie in other stretches say nothing here.
-            Needs what `state` needs, and Sq = Sk.
-        out: where to write the output, as `out` of functions of torch. A tensor of the output's
-            exact shape, dtype and device, of any strides with a contiguous head_dim, such as a
-            slice of a larger tensor. It is for calls without gradients, outside of torch.compile
-            and torch.func, and with plain tensors (no DTensor). No operand may share its memory.
-            The CUDA kernels write there without a copy. It is filled by a copy, a slow path, by
-            other backends, where Dv is not D, where head_dim is no multiple of 8, and where its
-            rows do not start on 16 bytes (unless Sq = 1).
+            stretch by stretch: the rows attend to the keys of the state and to those of their own
+            stretch, exactly as in the whole sequence, forward and backward. None for the first
+            stretch. Needs window_size, is_causal, one score per key in attn_bias, an attn_mask (if
+            any) that is the same for all queries, and Sq at most Sk. Row i stands at position
+            i + Sk - Sq of the stretch. The keys of the state are copied in front of key and value,
+            and the rows choose among these window_size + Sk keys.
+        return_state: also return the `KeyState` of all tokens up to the end of this stretch. Needs
+            what `state` needs.
+        cu_seqlens: boundaries of packed documents, in non-decreasing order: an int32 or int64
+            tensor of one dimension on any device, or a sequence of ints. They count from the first
+            token of the whole sequence (which is state.seen tokens before this stretch) and hold
+            for every batch entry. A row chooses, and sees, only keys of its own document.
+            Boundaries outside this stretch have no effect. Needs what `state` needs, Sq = Sk, and
+            the same state.seen for every batch entry.
+        out: where to write the output, like the `out` of torch's functions: a tensor of the
+            output's exact shape, dtype and device, of any strides with a contiguous head_dim, such
+            as a slice of a larger tensor. It is for calls without gradients, outside of
+            torch.compile and torch.func, and with plain tensors (no DTensor). No operand may share
+            its memory. The CUDA kernels write there without a copy. Otherwise the output is
+            computed elsewhere and copied, which is a slow path: with other backends, if Dv is not
+            D, if head_dim is no multiple of 8, and if the rows of `out` do not start at multiples
+            of 16 bytes (unless Sq = 1).
 
     Under torch.autocast for the device of query, query, key and value are cast to its dtype, except
     those of float64, and so is attn_bias unless it is float32. The arithmetic stays in float32.
     Finite operands may still give INF or NaN where their dot products exceed float32.
 
     Returns:
-        out (B, Sq, H, Dv) in the dtype of query: contiguous, or the tensor that was given. With
+        out (B, Sq, H, Dv) in the dtype of query: contiguous, or the tensor given as `out`. With
         return_lse, return_attn_probs or return_state a tuple of out and what was asked for, in this
-        order: lse (B, H, Sq) with the natural logarithm, differentiable, and probabilities
-        (B, H, Sq, Sk), both float32, or float64 for float64 inputs; and the `KeyState`.
+        order: lse (B, H, Sq), with the natural logarithm, differentiable; the probabilities
+        (B, H, Sq, Sk); and the `KeyState`. lse and probabilities are float32, or float64 for
+        float64 inputs.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -220,9 +230,9 @@ def flash_dmattn_func(
             forward-mode derivatives are asked for.
     """
     chooses = window_size is not None or selection is not None
-    bias = _four_dimensional(attn_bias) if chooses else attn_bias  # as calls of known kinds have it
+    bias = _four_dimensional(attn_bias) if chooses else attn_bias  # the form that kinds are told by
     operands = (query, key, value, attn_mask, bias, sinks)
-    # Not a part of a call's kind, so looked at here.
+    # These two flags are not a part of a call's kind, so they are checked in every call.
     if return_lse is not False and return_lse is not True:
         return_lse = check_bool("return_lse", return_lse)
     if return_attn_probs is not False and return_attn_probs is not True:
@@ -296,10 +306,11 @@ def flash_dmattn_func(
 def _room_for_state(
     stretch: Stretch | None, problem: Problem, backend: str | None
 ) -> KeptKeys | None:
-    """Memory for the state behind a call, where that may be found beside its attention.
+    """Memory for the state behind a call, if the state may be computed while the attention runs.
 
-    Not beside that of other backends for a GPU, whose kernels might let the next one start too
-    early: those that a caller names, and those for operands wider than 16 bits.
+    None if that is not allowed: other GPU backends than "cuda" may have kernels that let the next
+    kernel start too early. They compute a call if the caller names one, or if the operands are
+    wider than 16 bits.
     """
     if stretch is None or (problem.q.is_cuda and problem.q.element_size() > 2):
         return None
@@ -309,9 +320,9 @@ def _room_for_state(
 def _kind_beside(
     operands: tuple[Any, ...], options: tuple[Any, ...], state: Any, selection: Any, out: Any
 ) -> Kind | None:
-    """`kind_of_call` with a state or a selection, and an output that is given.
+    """`kind_of_call` for a call with a state, a selection or an output given by the caller.
 
-    None where the checks have to refuse them.
+    None where the arguments are ones that the checks have to refuse.
     """
     kind = None
     if state is None and selection is None:
@@ -328,7 +339,7 @@ def _kind_beside(
 def _recall_beside(
     kind: Kind | None, operands: tuple[Any, ...], state: Any, selection: Any, out: Tensor
 ) -> Known | None:
-    """`recall` with an output that is given, after a look at what the kind does not tell of it."""
+    """`recall` for a call with `out`; checks what the kind of a call does not say of `out`."""
     known = recall(kind)
     if known is not None:
         check_memory_of_out(out, operands, *_read_beside(state, selection))
@@ -338,7 +349,7 @@ def _recall_beside(
 def _read_beside(
     state: Any, selection: Any, cu_seqlens: Any = None
 ) -> tuple[tuple[Tensor, ...], str]:
-    """The tensors that a call reads beside its operands, and the arguments that they belong to."""
+    """The tensors that a call reads besides its operands, and the names of their arguments."""
     tensors: tuple[Tensor, ...] = ()
     if isinstance(state, KeyState):
         tensors = tensors_of(state)
@@ -357,7 +368,7 @@ def _known_problem(
     state: KeyState | None,
     return_state: bool,
 ) -> tuple[Problem, Stretch | None]:
-    """`_checked_call` for arguments of a known kind."""
+    """`_checked_call` for arguments of a known kind, which need no checks."""
     stretch = None
     if selection is not None:
         return problem.with_lists(selection.lists, problem.sliding, problem.keeps_own), None
@@ -381,7 +392,8 @@ def explain(*arguments: Any, **options: Any) -> str:
         Some lines of text, for reading.
 
     Raises:
-        TypeError, ValueError: as `flash_dmattn_func`, except what single backends refuse.
+        TypeError, ValueError: as `flash_dmattn_func`, except for what only some backends refuse,
+            which is part of the text.
     """
     given = inspect.signature(flash_dmattn_func).bind(*arguments, **options)
     given.apply_defaults()
@@ -411,7 +423,7 @@ def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Any]:
     Raises:
         TypeError: backend is no string.
         ValueError: there is no such backend.
-        RuntimeError: that backend cannot run on this machine; says why.
+        RuntimeError: that backend cannot run on this machine; the message says why.
     """
     if backend is None:
         return flash_dmattn_func
@@ -445,9 +457,10 @@ def _checked_call(
     out: Any = None,
     **settings: Any,
 ) -> tuple[Kept, Stretch | None]:
-    """What the arguments of `flash_dmattn_func` mean, keys chosen.
+    """The checked problem of the arguments of `flash_dmattn_func`, with its keys chosen.
 
-    And the stretch, for the state behind it, where the arguments speak of states or documents.
+    Also returns the stretch, from which the state behind the call is made, if any of `state`,
+    `return_state` and `cu_seqlens` is given.
     """
     is_stretch = check_bool("return_state", return_state)
     is_stretch |= state is not None or cu_seqlens is not None
@@ -467,7 +480,7 @@ def _checked_call(
     if window is not None or selection is not None:
         attn_bias = _four_dimensional(attn_bias)
     problem = checked_problem(query, key, value, attn_mask, attn_bias, **settings)
-    if out is not None:  # before keys are chosen, which is work
+    if out is not None:  # checked first, as choosing keys takes time
         operands = (query, key, value, attn_mask, given, settings["sinks"])
         check_out(out, problem, operands, *_read_beside(state, selection, cu_seqlens))
     if is_stretch:
@@ -484,14 +497,18 @@ def _checked_call(
 
 
 def _four_dimensional(bias: Any) -> Any:
-    """A bias ({B|1}, {H|HK|1}, Sk) with its dimension of rows; others as they are."""
+    """A bias ({B|1}, {H|HK|1}, Sk) with a row dimension of size 1 inserted; others unchanged."""
     return bias.unsqueeze(2) if isinstance(bias, Tensor) and bias.dim() == 3 else bias
 
 
 def _attend(
     problem: Problem, backend: str | None, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """out and lse. Rows that stand in front of the first key of key lists keep nothing."""
+    """out and lse of a problem with its keys chosen.
+
+    Over causal key lists, rows in front of the first key (Sq > Sk) keep nothing; they are left out
+    of the attention and filled in afterwards.
+    """
     skip = leading_rows(problem)
     if skip == 0:
         return attend(problem, backend, out)
@@ -507,7 +524,7 @@ def _attend(
 
 @torch.no_grad()
 def _probabilities(problem: Problem) -> Tensor:
-    """(B, H, Sq, Sk) by the definition, for looking at them."""
+    """(B, H, Sq, Sk): the attention probabilities, by the definition in `dmattn.reference`."""
     mask, first_row = problem.mask, problem.k.shape[1] - problem.q.shape[1]
     if problem.key_lists is not None:
         mask = KeySelection(*problem.key_lists, None, problem.is_causal, first_row).to_mask()

@@ -1,8 +1,8 @@
 """Which keys the rows of a problem keep: from `window_size`, `selection` and `attn_mask`.
 
-Where it can be said by an interval of rows for each key, the problem gets key lists, or a mask
-alike for all rows. Where mask or bias differ between rows it cannot, and the problem gets a mask
-of size Sq * Sk: a slow path, right in any case. Letters as in `dmattn.problem`.
+If each key is kept by one interval of rows, the problem gets key lists, or a mask that is the same
+for all rows. If mask or bias differ between rows, that is not possible, and the problem gets a mask
+of size Sq * Sk: a slow path, but always correct. Letters as in `dmattn.problem`.
 """
 
 from typing import Any
@@ -26,24 +26,24 @@ _DENSE = (
 )
 
 
-# A problem with its keys chosen, and what is slow about the choice, in words for a user.
+# A problem with its keys chosen, and notes for the user on what is slow about the choice.
 Kept = tuple[Problem, tuple[str, ...]]
 
 
 def keep_window(problem: Problem, window_size: int, given: Any, is_known: bool = False) -> Kept:
-    """Of each row the keys with the highest bias.
+    """Let each row keep the `window_size` keys with the highest bias.
 
-    Where every key is within the window, a bias of -inf keeps out the keys that would not be
-    selected.
+    If Sk <= window_size, nothing is selected; keys with a bias of NaN, which a selection would
+    leave out, get a bias of -inf.
 
     Args:
         problem: checked, with a bias.
         window_size: at least 1.
-        given: the bias as the caller gave it.
-        is_known: whether the call is of a known kind, in which the dispatcher of torch has no part.
+        given: the bias as the caller gave it, for error messages.
+        is_known: whether the call is of a known kind, for which torch's dispatcher can be bypassed.
 
     Raises:
-        ValueError: the bias has not an entry for each key.
+        ValueError: the bias does not have an entry for each key.
     """
     bias, mask, seqlen_k = problem.bias, problem.mask, problem.k.shape[1]
     assert bias is not None  # as `check_scores` has seen
@@ -70,11 +70,11 @@ def keep_window(problem: Problem, window_size: int, given: Any, is_known: bool =
 
 
 class KnownWindow:
-    """Makes the key lists of `keep_window` for further calls of a kind. It holds no tensors.
+    """Makes the key lists of `keep_window` for later calls of the same kind. It holds no tensors.
 
     Args:
-        problem: of the first call, with its key lists, and no rows in front of its first key.
-        window_size: that of the calls.
+        problem: that of the first call, with its key lists, and no rows in front of its first key.
+        window_size: that of all calls of the kind.
     """
 
     def __init__(self, problem: Problem, window_size: int) -> None:
@@ -83,12 +83,12 @@ class KnownWindow:
         self._select = prepared_select(problem.key_lists, *wanted)
 
     def __call__(self, bias: Tensor, mask: Tensor | None) -> Selection:
-        """What the rows keep by bias and mask as a caller gives them."""
+        """The key lists for the bias (4-D, one row) and the mask of a call."""
         return self._select(*_scores(bias, mask))
 
 
 def _scores(bias: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Scores and mask of single keys as a selection takes them: ({B|1}, heads, Sk)."""
+    """Bias and mask without their row dimension, as selection takes them: ({B|1}, heads, Sk)."""
     scores = (bias.detach() if bias.requires_grad else bias).squeeze(2)
     if mask is None:
         return scores, None
@@ -105,10 +105,11 @@ def check_selection(selection: Any) -> None:
 
 
 def keep_selection(problem: Problem, selection: KeySelection) -> Kept:
-    """Of each row the keys of a selection, but those that the mask of the problem hides.
+    """Let each row keep the keys of a selection, except those that the mask of the problem hides.
 
     Raises:
-        ValueError: the selection was made for another kind of problem.
+        TypeError: a tensor of the selection is not int32.
+        ValueError: the selection was made for other lengths, batch, heads, device or causality.
     """
     if selection.is_causal != problem.is_causal:
         raise ValueError(
@@ -138,10 +139,10 @@ def keep_selection(problem: Problem, selection: KeySelection) -> Kept:
 
 
 def keeps_as_given(problem: Problem, selection: KeySelection) -> bool:
-    """Whether `keep_selection` does nothing for any call of the kind but hand on the lists.
+    """Whether `keep_selection` only passes the lists on, in this and every call of its kind.
 
     Args:
-        problem: what it made of the first one.
+        problem: what `keep_selection` returned for this call.
         selection: that of this call.
     """
     bias, lists = problem.bias, problem.key_lists
@@ -149,19 +150,22 @@ def keeps_as_given(problem: Problem, selection: KeySelection) -> bool:
         lists is not None
         and all(a is b for a, b in zip(lists, selection.lists, strict=True))
         and leading_rows(problem) == 0
-        and (bias is None or bias.shape[2] == 1)  # others depend on who requires a gradient
+        and (bias is None or bias.shape[2] == 1)  # for others it depends on whether it is learned
     )
 
 
 def leading_rows(problem: Problem) -> int:
-    """How many rows stand in front of the first key of a causal problem over key lists."""
+    """How many rows of a causal problem over key lists stand in front of the first key.
+
+    These rows have negative positions and see no key; 0 for other problems.
+    """
     if problem.key_lists is None or not problem.is_causal:
         return 0
     return max(0, problem.q.shape[1] - problem.k.shape[1])
 
 
 def without_leading_rows(problem: Problem) -> Problem:
-    """The problem without those rows, which keep nothing."""
+    """The problem without the rows that `leading_rows` counts, which keep nothing."""
     skip, bias = leading_rows(problem), problem.bias
     if skip == 0:
         return problem
@@ -171,15 +175,16 @@ def without_leading_rows(problem: Problem) -> Problem:
 
 
 def _with_dense_mask(problem: Problem, selection: KeySelection, mask: Tensor | None) -> Problem:
-    # One that is not causal serves any number of rows, whatever it was made for.
+    # A selection that is not causal serves any number of rows, whatever number it was made for.
     keep = selection.to_mask() if selection.is_causal else (selection.end > 0)[:, :, None]
     keep, mask = same_heads(keep, mask)
     return problem.without_lists(keep if mask is None else keep & mask)
 
 
 def _learns(bias: Tensor | None) -> bool:
-    """Whether a bias needs a gradient for each row, which is not computed over key lists."""
+    """Whether a bias needs a gradient for each row and key, which key lists do not support."""
     if bias is None or bias.shape[2] == 1:
         return False
-    # What a transform of torch.func wraps does not tell of a gradient outside of the transform.
+    # A tensor wrapped by a torch.func transform does not say whether a gradient is needed outside
+    # of the transform, so one is assumed.
     return (bias.requires_grad or in_functorch()) and torch.is_grad_enabled()

@@ -18,26 +18,27 @@ BLOCK_ROWS = 128
 class Selection(NamedTuple):
     """The kept keys as the operators take them, all int32 and contiguous."""
 
-    end: Tensor  # ({B|1}, heads, Sk)
-    # ({B|1}, heads, blocks, capacity); zeros past its count, or anything where nobody but
-    # attention, which does not read them, gets the lists
+    end: Tensor  # ({B|1}, heads, Sk): the interval ends
+    # ({B|1}, heads, blocks, capacity): the lists. Entries past the count of a list are zeros; in
+    # lists made for attention alone, which does not read these entries, they may be anything.
     idx: Tensor
-    # Hides tuple.count. ({B|1}, heads, blocks)
+    # ({B|1}, heads, blocks): the length of each list. The name hides tuple.count.
     count: Tensor  # type: ignore[assignment]
-    full: Tensor  # as count: the leading entries that every row keeps; (0,) when not causal
+    # Shape of count: how many leading entries of each list every row keeps; (0,) when not causal.
+    full: Tensor
 
 
 class KeyLists(NamedTuple):
-    """The lists of a `Selection`, made from its intervals, and how long they have to be."""
+    """The lists of a `Selection`, made from its intervals, and the lengths that they need."""
 
     idx: Tensor
     count: Tensor  # type: ignore[assignment]
     full: Tensor
-    needed: Tensor  # int32, as count: entries of each list, whether it fits or not
+    needed: Tensor  # int32, shape of count: length of each list, also of lists that do not fit
 
 
 class KeptKeys(NamedTuple):
-    """Keys that a row keeps, in order of position. Entries without a key come first."""
+    """The w keys that a row keeps, in order of position. Entries without a key come first."""
 
     k: Tensor  # (B, w, N, D), zeros without a key
     v: Tensor  # (B, w, N, Dv), likewise
@@ -47,11 +48,11 @@ class KeptKeys(NamedTuple):
 
 
 def smaller(a: int, b: int) -> int:
-    """The smaller of two sizes, which may be symbols.
+    """The smaller of two sizes, each an int or a symbolic size (SymInt).
 
-    Between symbols min() would decide for one side and so tie a traced graph to it. torch.compile
-    lets symbols pass for ints and writes its own min() of them into the graph; the oldest torch
-    that we support cannot compile sym_min.
+    The builtin min() of SymInts would compare them and so tie a traced graph to the outcome. Under
+    torch.compile symbolic sizes count as ints here, and its own min() of them goes into the graph;
+    the oldest torch that we support cannot compile sym_min.
     """
     if isinstance(a, int) and isinstance(b, int):
         return min(a, b)
@@ -60,7 +61,7 @@ def smaller(a: int, b: int) -> int:
 
 
 def larger(a: int, b: int) -> int:
-    """The larger of two sizes, as `smaller`."""
+    """The larger of two sizes, each an int or a SymInt; see `smaller`."""
     if isinstance(a, int) and isinstance(b, int):
         return max(a, b)
     found: int = torch.sym_max(a, b)
@@ -68,16 +69,16 @@ def larger(a: int, b: int) -> int:
 
 
 def num_blocks(seqlen_q: int, is_causal: bool) -> int:
-    """Lists for `seqlen_q` rows; one serves all of them when not causal."""
+    """How many lists `seqlen_q` rows need: one per block of rows, or one in all if not causal."""
     return (seqlen_q + BLOCK_ROWS - 1) // BLOCK_ROWS if is_causal else 1
 
 
 def num_lists(seqlen_q: int, is_causal: bool) -> int:
-    """How many lists to make: as many as blocks; while torch compiles at least 2, if causal.
+    """How many lists to make: `num_blocks`, but at least 2 if causal and torch compiles.
 
-    The second one is then empty where there are no more than 128 rows. Without it, a graph traced
-    for one number of blocks would not serve the others: torch takes a size that may be 1 for a
-    reason to compile again, and to refuse an export for all lengths.
+    The second list is empty if there are no more than 128 rows. It is made since torch specialises
+    a graph on a size of 1: without it, the graph would be compiled again for more than one block,
+    and an export for all lengths would be refused.
     """
     blocks = num_blocks(seqlen_q, is_causal)
     if not is_causal or not torch.compiler.is_compiling():
@@ -86,7 +87,10 @@ def num_lists(seqlen_q: int, is_causal: bool) -> int:
 
 
 def without_spare_lists(lists: Selection, seqlen_q: int, is_causal: bool) -> Selection:
-    """As many lists as blocks of rows, contiguous; where `num_lists` made more, a copy."""
+    """The lists without the empty ones that `num_lists` added, contiguous.
+
+    A copy if there are any to remove, otherwise the lists themselves.
+    """
     blocks = num_blocks(seqlen_q, is_causal)
     if lists.idx.shape[2] == blocks:
         return lists
@@ -99,12 +103,12 @@ def without_spare_lists(lists: Selection, seqlen_q: int, is_causal: bool) -> Sel
 
 
 def without_keys(lists: Selection, keep: Tensor) -> Selection:
-    """The same lists without some keys, in time and memory for as many entries as they have.
+    """Causal lists without some of their keys. Takes time and memory for all entries of the lists.
 
     Args:
-        lists: causal ones.
-        keep: bool ({B|1}, heads, Sk), False for the keys to leave out. Its heads are those of the
-            lists, or a multiple, or 1, or a divisor.
+        lists: the lists, causal.
+        keep: bool ({B|1}, heads, Sk), False for the keys to leave out. Of the numbers of heads of
+            `keep` and of the lists, one has to divide the other.
     """
     batch = keep.shape[0] if lists.end.shape[0] == 1 else lists.end.shape[0]
     heads = max(lists.end.shape[1], keep.shape[1])
@@ -114,11 +118,11 @@ def without_keys(lists: Selection, keep: Tensor) -> Selection:
     # Clamped, since a wrong entry must not lead outside of the mask.
     entries = idx.clamp(0, larger(1, keep.shape[2]) - 1).long()
     kept = by_list.gather(3, entries) & (entry < count[..., None])
-    # Entries that stay close up; the others fall into a last one that is cut off.
+    # Kept entries move up to close the gaps; the others go to an extra last entry that is cut off.
     place = torch.where(kept, kept.cumsum(3) - 1, idx.shape[3])
     wide = torch.nn.functional.pad(torch.zeros_like(idx), (0, 1)).scatter(3, place, idx)
     return Selection(
-        torch.where(keep, end, 0).contiguous(),  # it takes over the strides of the mask
+        torch.where(keep, end, 0).contiguous(),  # torch.where takes over the strides of the mask
         wide[..., :-1].contiguous(),
         kept.sum(3, dtype=torch.int32),
         (kept & (entry < full[..., None])).sum(3, dtype=torch.int32),
@@ -126,36 +130,36 @@ def without_keys(lists: Selection, keep: Tensor) -> Selection:
 
 
 def _with_heads(t: Tensor, batch: int, heads: int) -> Tensor:
-    """({B|1}, {H|HK|1}, ...) as (batch, heads, ...), where several heads may share an entry."""
+    """({B|1}, {H|HK|1}, ...) as (batch, heads, ...): heads are repeated, or expanded from 1."""
     if t.shape[1] not in (1, heads):
         t = t.repeat_interleave(heads // t.shape[1], 1)
     return t.expand(batch, heads, *t.shape[2:])
 
 
 def capacity_for(most: int, seqlen_k: int) -> int:
-    """Room for lists of at most `most` of `seqlen_k` keys."""
+    """The capacity of lists of at most `most` of `seqlen_k` keys: a multiple of 128 entries."""
     return whole_blocks(smaller(most, seqlen_k))
 
 
 def whole_blocks(rows: int) -> int:
-    """As many rows or more, so that they fill blocks."""
+    """`rows`, rounded up to a multiple of `BLOCK_ROWS`."""
     return (rows + BLOCK_ROWS - 1) // BLOCK_ROWS * BLOCK_ROWS
 
 
 def behind_rows(lists: Selection, before: int) -> Selection:
-    """Causal lists without those of the first `before` rows, which fill whole blocks.
+    """Causal lists without those of the first `before` rows, a multiple of `BLOCK_ROWS`.
 
-    Selection within documents is for as many rows as keys; those of a state that stands in front
-    are no queries.
+    Selection within documents makes lists for as many rows as keys. If keys of a state stand in
+    front, the rows at their positions are no queries, and their lists are dropped here.
     """
     skip = before // BLOCK_ROWS
     return Selection(lists.end, *(t[:, :, skip:].contiguous() for t in lists[1:]))
 
 
 def rows_at(t: Tensor, places: Tensor) -> Tensor:
-    """(B, w, N, D): of keys or values (B, L, N, D) those at places int64 (B, N, w).
+    """The keys or values of t (B, L, N, D) at places, int64 (B, N, w): (B, w, N, D).
 
-    By gather and not by take_along_dim, which ties a graph that torch traces to one length L.
+    Uses gather instead of take_along_dim, which would tie a traced graph to one length L.
     """
     return t.gather(1, places.mT[..., None].expand(-1, -1, -1, t.shape[3]))
 
@@ -166,18 +170,19 @@ def best_keys(
     allowed: Tensor | None = None,
     sequence: Tensor | None = None,
 ) -> Tensor:
-    """The keys with the highest scores, of equal scores the later; NaN and -inf are never chosen.
+    """The keys with the highest scores, as a mask. Of equal scores the later key is chosen.
 
-    By one sort of the keys, so that nothing has to be known on the host, and rows that may choose
-    among different keys share it.
+    Keys with a score of NaN or -inf are never chosen. The keys are sorted once, which needs no
+    value on the host; rows that may choose among different keys share the sort.
 
     Args:
         scores: floating (..., 1, Sk) or (..., Sk).
         window_size: how many keys to choose, at least 1.
         allowed: bool of a shape that broadcasts with scores, True where a key may be chosen; it may
             have more rows than scores. None for all keys.
-        sequence: int64 (Sk,), never falling: the packed sequence that each key belongs to. The keys
-            of each sequence are then chosen by themselves. None where there is only one.
+        sequence: int64 (Sk,), in non-decreasing order: the index of the packed sequence that each
+            key belongs to. `window_size` keys are then chosen in each sequence. None if there is
+            only one sequence.
 
     Returns:
         bool, the shape of scores broadcast with that of allowed.
@@ -195,8 +200,8 @@ def best_keys(
     candidate = usable.gather(-1, order)
     rank = candidate.cumsum(-1, dtype=torch.int32)
     if sequence is not None:
-        # Sorted by sequence, each sequence still has its own places: count from its first one.
-        # (Clamped for the sake of wrong boundaries, from which no order may have come.)
+        # Sorted by sequence, each sequence occupies the same places as before: count the rank from
+        # its first place. (Clamped, since wrong boundaries may give a `sequence` out of order.)
         first = torch.searchsorted(sequence, sequence).clamp(max=key_len - 1)
         before = rank - candidate.to(torch.int32)
         rank = rank - before.index_select(-1, first)
@@ -207,7 +212,7 @@ def best_keys(
 def check_boundaries(bounds: Sequence[int], seqlen_k: int | None) -> None:
     """Raise ValueError unless the boundaries of packed documents rise from 0 to `seqlen_k`.
 
-    `seqlen_k`: None where the last boundary says how many keys there are.
+    `seqlen_k`: None if the number of keys is given by the last boundary alone.
     """
     if len(bounds) == 0:
         raise ValueError("cu_seqlens: got no boundary, wanted (documents + 1,)")

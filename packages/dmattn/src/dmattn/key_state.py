@@ -1,9 +1,9 @@
-"""What the rows of a causal sequence need of everything before them, as a value.
+"""What the rows of a causal sequence need to know of all tokens before them, as a value.
 
-Under running top-w that is `window_size` keys per key/value head. The best keys of two neighbouring
-stretches are the best of the best of each, so that states merge, in any grouping. Letters: B batch,
-S tokens of a stretch, H query heads, HK key/value heads, N heads of a state, w window size, D and
-Dv head dimension of keys and of values.
+Under running top-w that is the `window_size` best keys of each key/value head. The best keys of two
+neighbouring stretches together are among the best keys of either, so states can be merged, and the
+grouping makes no difference. Letters: B batch, S tokens of a stretch, H query heads, HK key/value
+heads, N heads of a state, w window size, D and Dv head dimension of keys and of values.
 """
 
 import math
@@ -35,30 +35,30 @@ from dmattn.validation import (
     is_one_or,
 )
 
-# Different sizes that `counting` keeps.
+# How many tensors `counting` keeps before it drops all of them.
 _MOST_COUNTED = 64
 _FIELDS = ("k", "v", "score", "position", "seen", "has_start")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class KeyState:
-    """The keys that the rows behind a stretch of tokens may still attend to.
+    """The keys of the tokens so far that rows of later tokens may still attend to.
 
     Made by `KeyState.of` or by `flash_dmattn_func(..., return_state=True)`, and given to the call
-    for the next stretch as `state=`. All of it stays on the device. Gradients flow through k, v and
-    score to the keys of the stretch. A state can be passed in and out of compiled and checkpointed
-    functions, pickled, and read by torch.load without leaving `weights_only`; collectives work on
-    its tensors, whose shapes do not depend on the number of tokens.
+    for the next stretch as `state=`. All of its tensors stay on the device. Gradients flow through
+    k, v and score to the keys of the stretch. A state can be passed in and out of compiled and
+    checkpointed functions, pickled, and read by torch.load with weights_only=True. Collectives work
+    on its tensors, whose shapes do not depend on the number of tokens.
 
     Attributes:
-        k: (B, w, N, D), the kept keys in order of position. Where fewer than w are kept, the first
-            entries hold none: zeros, with a score of -inf.
-        v: (B, w, N, Dv), likewise.
+        k: (B, w, N, D), the kept keys in order of position. If fewer than w keys are kept, the
+            first entries hold no key: zeros, with a score of -inf.
+        v: (B, w, N, Dv), the values of the kept keys, in the same order.
         score: float32, or float64 for a float64 bias, (B, N, w): the bias of each kept key.
-        position: int32 (B, N, w), counted from the first token seen; -1 where there is no key.
-        seen: int32 (B,), tokens so far, masked ones included.
-        has_start: bool (B,), whether a document begins among these tokens, so that nothing before
-            them is seen any more.
+        position: int32 (B, N, w), counted from the first token seen; -1 in entries without a key.
+        seen: int32 (B,), number of tokens so far, masked ones included.
+        has_start: bool (B,), whether a document begins among these tokens, so that later tokens see
+            nothing of what lies before these tokens.
     """
 
     k: Tensor
@@ -70,7 +70,7 @@ class KeyState:
 
     @property
     def window_size(self) -> int:
-        """w, the most keys that are kept."""
+        """w, the largest number of keys that are kept per head."""
         return self.k.shape[1]
 
     @staticmethod
@@ -85,21 +85,23 @@ class KeyState:
         """The state of one stretch of tokens.
 
         Args:
-            key, value: (B, S, HK, D) and (B, S, HK, Dv), of one floating dtype.
-            attn_bias: floating ({B|1}, {H|HK|1}, 1, S) or ({B|1}, {H|HK|1}, S), the scores. With H
-                heads, a multiple of HK, the query heads keep different keys, and the state holds
-                keys and values once for each of them.
+            key, value: (B, S, HK, D) and (B, S, HK, Dv), both float16, bfloat16, float32 or
+                float64; D and Dv at most 256.
+            attn_bias: floating ({B|1}, {H|HK|1}, 1, S) or ({B|1}, {H|HK|1}, S), the scores. If it
+                has H heads, a multiple of HK, the query heads keep different keys, and the state
+                holds keys and values once for each query head.
             window_size: w, at least 1.
             attn_mask: True where a key may be kept: bool or integer (B, S), or bool
                 ({B|1}, {H|HK|1}, 1, S). Masked tokens are counted in `seen` all the same.
-            cu_seqlens: int32 or int64, never falling: where documents begin and end, counted from
-                the first token of the stretch, alike for all rows of the batch. Only keys of the
-                last document are kept. Values outside 0 .. S - 1 say nothing, so that the
-                boundaries of a longer sequence minus the place of the stretch will do.
+            cu_seqlens: boundaries of packed documents, in non-decreasing order: an int32 or int64
+                tensor of one dimension on any device, or a sequence of ints. They count from the
+                first token of the stretch and hold for every batch entry. Only keys of the last
+                document are kept. Values outside 0 .. S - 1 have no effect, so the boundaries of a
+                longer sequence can be given, less the position of the stretch in it.
 
         Raises:
-            TypeError: an argument has the wrong type or dtype.
-            ValueError: a shape, device or number does not fit.
+            TypeError: an argument has the wrong type or dtype, or is a DTensor.
+            ValueError: a shape, device or number does not fit, or cu_seqlens on the CPU decrease.
         """
         window_size = check_window_size(window_size, may_be_left_out=False)
         refuse_dtensors(
@@ -116,13 +118,13 @@ class KeyState:
         return best_of(keys, window_size, starts)
 
     def merge(self, later: "KeyState") -> "KeyState":
-        """The state of two stretches, of which `later` is behind this one.
+        """The state of two stretches together: of this one, and of `later`, which follows it.
 
-        Associative: any grouping keeps the same keys.
+        Merging is associative: however several states are grouped, the same keys are kept.
 
         Raises:
-            TypeError: later is no KeyState, or of another dtype.
-            ValueError: its window size, batch, heads, head dimension or device is another one.
+            TypeError: later is no KeyState, or its dtypes differ from those of this state.
+            ValueError: its window size, batch, heads, head dimension or device differs.
         """
         batch, window_size, heads, head_dim = self.k.shape
         check_state(
@@ -149,11 +151,11 @@ class KeyState:
         return KeyState(*best, seen, has_start)
 
     def detach(self) -> "KeyState":
-        """The same state outside of the graph: gradients end here."""
+        """The same state, detached from the autograd graph."""
         return KeyState(*[t.detach() for t in tensors_of(self)])
 
     def to(self, device: torch.device | str | int) -> "KeyState":
-        """The same state on another device; itself if it is there. Gradients flow back."""
+        """The same state on another device, or this object if it is there. Differentiable."""
         moved = [t.to(device) for t in tensors_of(self)]
         if all(a is b for a, b in zip(moved, tensors_of(self), strict=True)):
             return self
@@ -169,7 +171,7 @@ class KeyState:
 
     def __repr__(self) -> str:
         tensors, _ = _flatten(self)
-        if not all(isinstance(t, Tensor) for t in tensors):  # what a tree_map may leave here
+        if not all(isinstance(t, Tensor) for t in tensors):  # a tree_map may put other values here
             return f"KeyState({', '.join(map(describe, tensors))})"
         batch, window_size, heads, head_dim = self.k.shape
         return (
@@ -179,28 +181,30 @@ class KeyState:
 
 
 class Keys(NamedTuple):
-    """Keys in order of position, with what belongs to them."""
+    """Keys in order of position, with their values, scores and positions."""
 
     k: Tensor  # (B, L, N, D)
     v: Tensor  # (B, L, N, Dv)
     score: Tensor  # (B, N, L), -inf or NaN for a key that is never kept
-    position: Tensor | None  # int32 (B, N, L); None: each key's place among these keys
+    position: Tensor | None  # int32 (B, N, L); None: the index of each key among these keys
 
 
 class Places(NamedTuple):
-    """Where the keys of a state stand among others."""
+    """The indices of the w kept keys of a state among a longer row of keys."""
 
     at: Tensor  # int64 (B, N, w), ascending; 0 for entries without a key, which come first
-    # bool (B, N, w), entries without a key; None: where there are any, key 0 is such an entry, too.
+    # bool (B, N, w), True for entries without a key. None: nothing has to be emptied, since key 0,
+    # which such entries refer to, is itself an entry without a key.
     empty: Tensor | None
 
 
-# Keys and values (B, S, HK, D), ({B|1}, {H|HK|1}, S) scores and a mask: as `keys_of` takes them.
+# Keys (B, S, HK, D), values (B, S, HK, Dv), scores ({B|1}, {H|HK|1}, S) and a mask, as the
+# arguments of `keys_of`.
 NewKeys = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 def keys_of(key: Tensor, value: Tensor, score: Tensor, mask: Tensor | None) -> Keys:
-    """A stretch with a score for each key and head, -inf for masked ones.
+    """The keys of a stretch, with a score for each key and head, which is -inf for masked keys.
 
     Args:
         key, value: (B, S, HK, D) and (B, S, HK, Dv).
@@ -209,8 +213,8 @@ def keys_of(key: Tensor, value: Tensor, score: Tensor, mask: Tensor | None) -> K
     """
     batch, _, nheads_k, _ = key.shape
     heads = max(nheads_k, score.shape[1], 1 if mask is None else mask.shape[1])
-    # Wider than half precision, in which the gradient of a score that several heads share would be
-    # rounded for each of them.
+    # In half precision the gradient of a score that several heads share would be rounded once for
+    # each head, so scores are made at least float32.
     score = score.to(torch.promote_types(score.dtype, torch.float32))
     score = _with_heads(score, batch, heads)
     if mask is not None:
@@ -221,7 +225,10 @@ def keys_of(key: Tensor, value: Tensor, score: Tensor, mask: Tensor | None) -> K
 
 
 def best_of(keys: Keys, window_size: int, starts: Tensor | None) -> KeyState:
-    """The state of keys without positions; `starts` as `check_starts` returns them."""
+    """The state of a stretch of keys whose positions are their indices.
+
+    `starts`: the boundaries of documents, as `check_starts` returns them, or None.
+    """
     if starts is not None:
         seqlen = keys.k.shape[1]
         last = starts.masked_fill((starts < 0) | (starts >= seqlen), 0).amax()
@@ -234,15 +241,16 @@ def best_of(keys: Keys, window_size: int, starts: Tensor | None) -> KeyState:
 def joined(
     first: Keys, new: NewKeys, front: int, way: bool | None, place: Tensor | None = None
 ) -> Keys:
-    """Keys of a stretch behind those of a state or a cache; without positions.
+    """The keys of a state or a cache followed by those of a stretch; without positions.
 
     Args:
-        first: these, the last of `front` entries; what is before them are entries without a key.
-        new: those of the stretch, as `keys_of` takes them.
-        front: how many entries are in front of the stretch.
+        first: the F keys of the state or the cache. They become the last of the `front` entries;
+            the entries before them hold no key.
+        new: the keys of the stretch, as `keys_of` takes them.
+        front: how many entries are in front of the stretch, at least F.
         way: the `way_without_graph` of all these tensors.
-        place: int32 (B, N, F), where each key of `first` lies in it, where there is a way; None:
-            where it stands.
+        place: int32 (B, N, F): entry i of the result is entry place[i] of `first`. None for the
+            order in which they lie. Only if `way` is not None.
     """
     if way is not None:
         k, v, score, mask = new
@@ -261,7 +269,13 @@ def joined(
 def counted(
     key: Tensor, starts: Tensor | None, before: KeyState | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`seen` and `has_start` behind a stretch with these keys, (B, S, HK, D), and a state."""
+    """The fields `seen` and `has_start` of the state after a stretch.
+
+    Args:
+        key: the keys of the stretch, (B, S, HK, D).
+        starts: as `check_starts` returns them, or None.
+        before: the state before the stretch, or None.
+    """
     batch, seqlen = key.shape[:2]
     if before is None:
         seen = torch.full((batch,), seqlen, dtype=torch.int32, device=key.device)
@@ -271,7 +285,7 @@ def counted(
 
 
 def started(key: Tensor, starts: Tensor | None, before: KeyState | None) -> Tensor:
-    """`has_start` behind such a stretch."""
+    """The field `has_start` of the state after a stretch; arguments as for `counted`."""
     batch, seqlen = key.shape[:2]
     if before is None:
         has_start = torch.zeros((batch,), dtype=torch.bool, device=key.device)
@@ -283,7 +297,10 @@ def started(key: Tensor, starts: Tensor | None, before: KeyState | None) -> Tens
 
 
 def _best(keys: Keys, window_size: int, way: bool | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The first fields of a state of the best of keys; `way`: their `way_without_graph`."""
+    """k, v, score and position of the state of the best of some keys.
+
+    `way`: the `way_without_graph` of the keys.
+    """
     if way is None or keys.score.shape[2] == 0:
         return gathered(keys, _best_places(keys.score, window_size))
     end = select_keys(keys.score, None, window_size, 1, False, direct=way).end
@@ -294,7 +311,7 @@ def _best(keys: Keys, window_size: int, way: bool | None) -> tuple[Tensor, Tenso
 
 
 def _best_places(score: Tensor, window_size: int) -> Places:
-    """Where the highest of score (B, N, L) stand."""
+    """The indices of the highest scores of score (B, N, L), `window_size` or fewer per head."""
     if score.shape[2] == 0:
         at = score.new_zeros((*score.shape[:2], window_size), dtype=torch.int64)
         return Places(at, torch.ones_like(at, dtype=torch.bool))
@@ -303,14 +320,15 @@ def _best_places(score: Tensor, window_size: int) -> Places:
 
 
 def kept_places(end: Tensor, window_size: int, first_may_be_empty: bool = False) -> Places:
-    """Where the keys stand that the last row of a causal selection keeps.
+    """The indices of the keys that the last row of a causal selection keeps.
 
     Args:
-        end: int32 (B, N, L) of the selection, L at least 1, in which a row keeps `window_size` keys
-            or fewer.
+        end: int32 (B, N, L), the interval ends of the selection, L at least 1, in which a row keeps
+            `window_size` keys or fewer.
         window_size: w.
-        first_may_be_empty: key 0 holds no key wherever the last row keeps fewer than w, and L is at
-            least w. Then no entry has to be emptied afterwards.
+        first_may_be_empty: L is at least w, and wherever the last row keeps fewer than w keys, key
+            0 is an entry without a key. Unused entries can then refer to key 0, and none has to be
+            emptied afterwards.
     """
     capacity = capacity_for(window_size, end.shape[2])
     lists = build_key_lists(end, 1, capacity, None, is_plain_call(end))
@@ -320,13 +338,13 @@ def kept_places(end: Tensor, window_size: int, first_may_be_empty: bool = False)
 def _placed(
     idx: Tensor, count: Tensor, window_size: int, first_may_be_empty: bool = False
 ) -> Places:
-    """The first of the lists (B, N, lists, capacity), moved to the end of w entries."""
-    # Not indexed: for an index of 0 torch would trace a graph of its own.
+    """The first of the lists (B, N, lists, capacity), as the last of w entries."""
+    # By narrow instead of an index: for an index of 0 torch would trace a separate graph.
     idx, count = idx.narrow(2, 0, 1).squeeze(2), count.narrow(2, 0, 1)
-    # Older torch gathers by int64 only.
+    # Older torch can only gather by int64.
     entry = (count + counting(window_size, idx.device, -window_size)).long()
     if first_may_be_empty:
-        # What is behind the end of a list is 0, and so is where an entry before its start leads.
+        # Negative entries wrap around to the unused end of the list, which holds zeros: key 0.
         return Places(idx.gather(2, entry.remainder(idx.shape[2])).long(), None)
     empty = entry < 0
     at = idx.gather(2, entry.clamp(min=0)).long()
@@ -334,7 +352,7 @@ def _placed(
 
 
 def gathered(keys: Keys, places: Places) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The first fields of a state of the keys at these places."""
+    """k, v, score and position of the state that holds the keys at these places."""
     at, empty = places
     if keys.k.shape[1] == 0:
         window_size = at.shape[2]
@@ -358,10 +376,11 @@ _counted: dict[tuple[int, int, torch.device, int], Tensor] = {}
 
 
 def counting(size: int, device: torch.device, first: int = 0) -> Tensor:
-    """int32 (size,): first, first + 1 and so on; not to be changed.
+    """int32 (size,): first, first + 1 and so on. The caller must not write to the tensor.
 
-    Calls of equal sizes share one on a stream of the GPU. Not so where somebody has to see how it
-    is made: a compiler, a mode, or a CUDA graph, which makes it in memory of its own.
+    On a GPU, calls of the same size on the same stream share one tensor. A new one is made each
+    time where its creation has to be recorded: for a compiler, for a mode that intercepts calls,
+    and during the capture of a CUDA graph, which has memory of its own.
     """
     if device.type != "cuda" or torch.compiler.is_compiling() or not nobody_intercepts():
         return torch.arange(first, first + size, dtype=torch.int32, device=device)
@@ -379,7 +398,7 @@ def counting(size: int, device: torch.device, first: int = 0) -> Tensor:
 
 
 class Wanted(NamedTuple):
-    """What a state has to be to go with some keys."""
+    """The sizes, dtypes and device that a state must have to be combined with some keys."""
 
     batch: int
     window_size: int
@@ -391,11 +410,16 @@ class Wanted(NamedTuple):
 
 
 def check_state(name: str, state: Any, wanted: Wanted) -> KeyState:
-    """Raise unless it is such a state.
+    """The state, if it is a KeyState as wanted.
+
+    Args:
+        name: the argument's name, for error messages.
+        state: what the caller gave.
+        wanted: what it has to be.
 
     Raises:
-        TypeError: it is no KeyState, or a dtype is another one.
-        ValueError: its window size, batch, heads, head dimension or device is another one.
+        TypeError: it is no KeyState, or has a wrong dtype.
+        ValueError: its window size, batch, heads, head dimension or device is wrong.
     """
     if not isinstance(state, KeyState):
         raise TypeError(f"{name}: got {describe(state)}, wanted a dmattn.KeyState")
@@ -428,11 +452,12 @@ def check_state(name: str, state: Any, wanted: Wanted) -> KeyState:
 
 
 def check_starts(cu_seqlens: Any, device: torch.device) -> Tensor:
-    """Boundaries of documents as an int64 (documents + 1,) tensor on a device.
+    """Boundaries of documents as an int64 tensor (documents + 1,) on a device.
 
     Raises:
         TypeError: they are no integers.
-        ValueError: they are not one-dimensional; where the host can read them, also that they fall.
+        ValueError: they are not one-dimensional, or they decrease. The latter is checked only if
+            the host can read them without waiting.
     """
     if isinstance(cu_seqlens, Tensor):
         bounds = check_tensor("cu_seqlens", cu_seqlens)
@@ -492,12 +517,12 @@ def _check_scores(attn_bias: Any, key: Tensor) -> Tensor:
 
 
 def _check_key_mask(attn_mask: Any, key: Tensor, scores: Tensor) -> Tensor:
-    """attn_mask as bool ({B|1}, heads, S), which go with the heads of scores."""
+    """attn_mask as bool ({B|1}, heads, S), with a number of heads that fits that of scores."""
     batch, seqlen, nheads_k, _ = key.shape
     mask = key_only_mask(attn_mask, seqlen)
     check_same_device("attn_mask", mask, key.device, "key")
     a, b = mask.shape[1], scores.shape[1]
-    few, many = min(a, b), max(a, b)  # torch.compile sorts no sizes
+    few, many = min(a, b), max(a, b)  # torch.compile cannot sort symbolic sizes
     fits = few == 1 or (few > 0 and many % few == 0)
     fits &= mask.shape[1] == 1 or mask.shape[1] % nheads_k == 0
     if not is_one_or(mask.shape[0], batch) or not fits:
@@ -510,7 +535,7 @@ def _check_key_mask(attn_mask: Any, key: Tensor, scores: Tensor) -> Tensor:
 
 
 def tensors_of(state: KeyState) -> tuple[Any, ...]:
-    """Its fields, in their order."""
+    """The fields of a state, in their order."""
     return state.k, state.v, state.score, state.position, state.seen, state.has_start
 
 

@@ -1,10 +1,11 @@
-"""What was found for calls that were made before, so that it is not worked out again.
+"""A cache of the results of argument checks and backend choice, by the kind of a call.
 
 For a small eager call the checks of its arguments and the choice of its backend take longer than
-all else that the host does. They look at nothing but the kind of the call: `kind_of_call` collects
-what they look at, without judging any of it. A call that went through them without an error, and in
-which the dispatcher of torch has no part, is remembered by its kind, and another call of that kind
-starts from what was found. Nothing is decided here: a call of an unknown kind is worked out.
+everything else that the host does. They depend on nothing but the kind of the call: shapes,
+strides, dtypes, devices and options, which `kind_of_call` collects without judging them. A call
+that passed the checks, and that does not need torch's dispatcher, is remembered by its kind.
+Another call of that kind starts from the remembered results. No rule about arguments is in this
+module: a call of an unknown kind goes through the checks as usual.
 """
 
 from typing import Any, NamedTuple
@@ -20,11 +21,11 @@ from dmattn.kept_keys import KnownWindow, leading_rows
 from dmattn.key_lists import Selection
 from dmattn.problem import Packing, Problem
 
-# A kind takes about 2 KB. Once there are so many, as where every call has a new length, all are
-# forgotten at once.
+# A kind takes about 2 KB. When this many are stored, as happens if every call has a new length, all
+# are forgotten at once.
 MOST_KINDS = 1024
 
-# Values of these types never change, so that a kind stays what it was.
+# Values of these types are immutable, so a stored kind cannot change.
 PLAIN_OPTIONS = frozenset({bool, int, float, str, type(None)})
 
 Kind = tuple[Any, ...]
@@ -34,12 +35,12 @@ class Known(NamedTuple):
     """What was found for the first call of a kind.
 
     Attributes:
-        settings: those of its problem.
-        backend: the one that computes it.
-        backends: those that it was chosen from.
-        prepared: what the backend offers for all of them, if anything.
-        window: chooses the keys of each, where window_size means key lists for attention and
-            nothing else; otherwise None.
+        settings: those of the problem of the call.
+        backend: the backend that computes it.
+        backends: the list of backends from which that one was chosen.
+        prepared: what the backend has worked out for all calls of the kind, or None.
+        window: makes the key lists of a call with window_size, if lists are all that window_size
+            leads to; otherwise None.
     """
 
     settings: tuple[Any, ...]
@@ -49,11 +50,16 @@ class Known(NamedTuple):
     window: KnownWindow | None
 
     def problem(self, operands: tuple[Any, ...], packing: Packing | None = None) -> Problem:
-        """The problem of another call of the kind, of its query, key, value, mask, bias, sinks."""
+        """The problem of another call of the kind.
+
+        Args:
+            operands: query, key, value, attn_mask, attn_bias and sinks of that call.
+            packing: that of the call, if its sequences are packed.
+        """
         return Problem._make((*operands, *self.settings, packing, None))
 
     def with_lists(self, operands: tuple[Any, ...], lists: Selection | None) -> tuple[Any, ...]:
-        """What `attend_prepared` takes for another call of the kind.
+        """The operands of `attend_prepared` for another call of the kind.
 
         Args:
             operands: as for `problem`.
@@ -74,17 +80,17 @@ def kind_of_call(
     packing: tuple[Any, ...] | None = None,
     more: tuple[Any, ...] | None = None,
 ) -> Kind | None:
-    """All that the checks and the choice of a backend look at; None: not to be remembered.
+    """A hashable value of everything that the checks and the choice of a backend depend on.
 
-    Not remembered are calls that somebody else has to see, and calls under autocast, which casts
-    operands.
+    None for calls that are not to be remembered: those that a compiler, a mode or a transform has
+    to see, and those under autocast, which casts operands.
 
     Args:
         operands: what was given for query, key, value, attn_mask, attn_bias and sinks.
-        options: what was given for every other argument that a check or the choice of a backend
-            comes to look at.
-        packing: of packed sequences, what makes a `Packing`.
-        more: tensors beside the operands: of the `KeyState` or the `KeySelection` of a call.
+        options: what was given for every other argument on which a check or the choice of a backend
+            depends.
+        packing: for packed sequences, the fields of a `Packing`.
+        more: further tensors of the call: those of its `KeyState` or `KeySelection`.
     """
     if torch.compiler.is_compiling() or not nobody_intercepts():
         return None
@@ -95,20 +101,22 @@ def kind_of_call(
     kind_of = readers[0] if readers else _kind_of
     kinds = kind_of(PLAIN_TYPES, *tensors)
     query = operands[0]
-    if kinds is not None and more is not None:  # by itself: one call takes 8 tensors
+    if kinds is not None and more is not None:  # in a second call: each takes at most 8 tensors
         of_more = kind_of(PLAIN_TYPES, *more)
         kinds = None if of_more is None else (kinds, of_more)
     if kinds is None or (may_autocast() and (query is None or is_autocast(query))):
         return None
-    # 1 is equal to True, and 64.0 to 64, but they may be errors where those are none.
+    # 1 == True and 64 == 64.0, but one of them may be an error where the other is not: so types are
+    # part of the kind.
     types = tuple(map(type, options))
     return types, kinds, options, torch.are_deterministic_algorithms_enabled()
 
 
 def kind_with_out(kind: Kind | None, out: Any) -> Kind | None:
-    """The kind of the same call with a tensor for its output; None: not to be remembered.
+    """The kind of the same call with `out` given; None: not to be remembered.
 
-    By itself, as one call of the compiled module takes 8 tensors, which a call may have already.
+    The output is read in a separate call of the compiled module, which takes at most 8 tensors per
+    call: there may already be as many.
     """
     if kind is None:
         return None
@@ -118,10 +126,10 @@ def kind_with_out(kind: Kind | None, out: Any) -> Kind | None:
 
 
 def _kind_of(types: tuple[type, ...], *tensors: Any) -> Kind | None:
-    """As `kind_of` of the compiled kernels, which takes a fifth of the time.
+    """Shape, strides, dtype and device of each tensor, where a tensor may be None.
 
-    Shape, strides, dtype and device of each tensor or None. None: one is of another type than
-    `types`, has no strides, or is a view with another sign.
+    Returns None if a tensor has a type that is not in `types`, has no strides, or is a negative
+    view (`Tensor.is_neg`). `kind_of` in the compiled kernels does the same in a fifth of the time.
     """
     kinds: list[Kind | None] = []
     try:
@@ -138,7 +146,7 @@ def _kind_of(types: tuple[type, ...], *tensors: Any) -> Kind | None:
 
 
 def recall(kind: Kind | None) -> Known | None:
-    """What was found for a call of this kind; None where that has to be worked out."""
+    """The results of an earlier call of this kind; None if there are none that can be used."""
     if kind is None:
         return None
     try:
@@ -155,21 +163,21 @@ def remember(
     backend: str | None,
     window_size: int | None = None,
 ) -> None:
-    """Keep what was found for a call, if it is the same for every call of its kind.
+    """Store the results for a call, if they are the same for every call of its kind.
 
-    Nothing is kept where the type of an option is none of `PLAIN_OPTIONS`: its value may change
+    Nothing is stored if the type of an option is not in `PLAIN_OPTIONS`: its value might change
     while the kind of the call stays the same.
 
     Args:
-        kind: the call's.
+        kind: that of the call.
         operands: what was given for query, key, value, attn_mask, attn_bias and sinks.
-        problem: what came of the call, keys chosen.
-        backend: the name of the backend that was insisted on, or None.
-        window_size: that of the call; None also where a state is made of the keys that it chose.
+        problem: the checked problem of the call, with its keys chosen.
+        backend: the name of the backend that the caller insisted on, or None.
+        window_size: that of the call; None also if the call makes or takes a state.
     """
     types, *_ = kind
     _, key, value, attn_mask, attn_bias, _ = operands
-    # Others are viewed in another way first.
+    # Masks and biases of other ranks are reshaped before they enter a problem.
     as_given = problem.packing is not None or (
         (attn_mask is None or attn_mask.dim() == 4) and (attn_bias is None or attn_bias.dim() == 4)
     )
@@ -187,5 +195,5 @@ def remember(
 
 
 def forget() -> None:
-    """As if no call had been made."""
+    """Drop all stored results."""
     _known.clear()

@@ -1,9 +1,10 @@
-"""The tensor that a caller gives for the output of attention: what it has to be.
+"""Checks of the tensor that a caller gives for the output of attention, `out`.
 
-A backend writes it while it reads the operands, and nobody else learns of it: so it may share
-memory with none of them, autograd may want no gradients, and no compiler or transform may stand
-between. The kind of a call (`dmattn.known_calls`) tells shape, strides, dtype, device and type of
-the tensor. What it does not tell is looked at in each call, by `check_memory_of_out`.
+A backend writes to it while it reads the operands, and autograd, compilers and transforms do not
+record that. So it must not share memory with an operand, no gradient may be needed, and the call
+must not be compiled or transformed. The kind of a call (`dmattn.known_calls`) covers shape,
+strides, dtype, device and type of the tensor. The rest is checked in every call, by
+`check_memory_of_out`.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from dmattn.validation import (
 )
 
 _NAMES = ("query", "key", "value", "attn_mask", "attn_bias", "sinks")
-# Dimensions as (stride, size), in bytes, the one of the largest stride first.
+# The dimensions of a tensor as (stride in bytes, size), the largest stride first.
 _Dims = list[tuple[int, int]]
 
 
@@ -34,20 +35,21 @@ def check_out(
     beside: tuple[Any, ...] = (),
     whose: str = "",
 ) -> None:
-    """Look whether attention of this problem may write its output into `out`.
+    """Check that attention of this problem may write its output into `out`.
 
     Args:
         out: what the caller gave.
-        problem: checked; for the shape, dtype and device of the output.
+        problem: checked; it has the shape, dtype and device of the output.
         operands: what was given for query, key, value, attn_mask, attn_bias and sinks.
-        beside: what is read beside them.
-        whose: the argument that those belong to, for messages.
+        beside: further tensors that the call reads.
+        whose: the argument that those tensors belong to, for error messages.
 
     Raises:
-        TypeError: it is no tensor, or of another dtype; it or an operand is of a subclass of
-            torch.Tensor.
-        ValueError: the call is compiled or transformed; the shape, device or strides are others; a
-            gradient is wanted; or an operand shares its memory.
+        TypeError: `out` is no tensor, or has another dtype than the output; `out` or an operand has
+            a type other than Tensor and Parameter, or is a negative view.
+        ValueError: the call is compiled or transformed; `out` has another shape or device than the
+            output, or strides that do not fit; a gradient is needed; or an operand shares memory
+            with `out`.
     """
     if torch.compiler.is_compiling():
         raise ValueError(
@@ -61,7 +63,7 @@ def check_out(
             "out: got a tensor within a transform of torch.func, wanted None there, since its "
             "tensors may stand for many; copy what the transformed function returns"
         )
-    # Some of these have not been checked yet.
+    # Some of the tensors in `beside` have not been checked yet.
     beside = tuple(t for t in beside if isinstance(t, Tensor) and t.layout == torch.strided)
     _check_plain(given, (*operands, *beside), whose)
     q = problem.q
@@ -75,11 +77,11 @@ def check_out(
 def check_memory_of_out(
     out: Tensor, operands: tuple[Any, ...], beside: tuple[Any, ...] = (), whose: str = ""
 ) -> None:
-    """The part of `check_out` that has to be looked at in each call of a known kind.
+    """The part of `check_out` that has to be repeated in each call of a known kind.
 
     Raises:
-        ValueError: a gradient is wanted, `out` may not be written in this mode, or an operand
-            shares its memory.
+        ValueError: a gradient is needed, `out` is an inference tensor that may not be written here,
+            or an operand shares memory with it.
     """
     tensors = (*operands, *beside)
     if out.requires_grad:
@@ -101,7 +103,7 @@ def check_memory_of_out(
     start, storage = out.data_ptr(), out.untyped_storage()
     end = storage.data_ptr() + storage.nbytes()
     for i, t in enumerate(tensors):
-        # By addresses: two storages may be of one memory, as where it is another library's.
+        # By addresses: two storages may share memory, for example memory of another library.
         if t is None or t.data_ptr() >= end:
             continue
         storage = t.untyped_storage()
@@ -117,7 +119,7 @@ def _name(place: int, whose: str) -> str:
 
 
 def _check_plain(out: Tensor, tensors: Sequence[Any], whose: str) -> None:
-    """Raise TypeError unless all are tensors that kernels can take as they are."""
+    """Raise TypeError unless all are of type Tensor or Parameter and no negative views."""
     for i, t in enumerate((out, *tensors)):
         if t is not None and (type(t) not in PLAIN_TYPES or t.is_neg()):
             kind = type(t).__name__ if type(t) not in PLAIN_TYPES else "negative view"
@@ -130,7 +132,7 @@ def _check_plain(out: Tensor, tensors: Sequence[Any], whose: str) -> None:
 
 
 def _check_strides(out: Tensor) -> None:
-    """Raise ValueError unless head_dim is contiguous, and no element is written twice."""
+    """Raise ValueError unless head_dim is contiguous and no two elements share memory."""
     if out.numel() == 0:
         return
     if out.shape[-1] > 1 and out.stride(-1) != 1:
@@ -151,7 +153,10 @@ def _check_strides(out: Tensor) -> None:
 
 
 def _dims(t: Tensor) -> _Dims:
-    """The dimensions of a tensor that has elements, the bytes of an element among them."""
+    """The dimensions of a tensor that has elements, with the bytes of an element as the last one.
+
+    Dimensions of size 1 or stride 0 are left out, as they reach no further memory.
+    """
     step = t.element_size()
     found = [
         (n * step, size) for n, size in zip(t.stride(), t.shape, strict=True) if size > 1 and n
@@ -161,7 +166,7 @@ def _dims(t: Tensor) -> _Dims:
 
 
 def _extent(dims: _Dims) -> int:
-    """Bytes from the first one to behind the last one."""
+    """How many bytes lie from the first to the last byte of these dimensions, both included."""
     extent = 1
     for stride, size in dims:
         extent += (size - 1) * stride
@@ -173,11 +178,12 @@ def _share(a: Tensor, b: Tensor) -> bool:
 
 
 def _meet(a_start: int, a: _Dims, b_start: int, b: _Dims) -> bool:
-    """Whether two tensors have a byte in common; True as well where that is hard to tell.
+    """Whether two tensors have a byte in common; also True if that is hard to tell.
 
-    Slices of one buffer, such as the queries and the output of each token in one row, lie between
-    one another without sharing anything. Their largest stride is the same, so that all pairs of
-    their rows lie to each other as some row of one and a few neighbours of the other do.
+    Slices of one buffer, such as the queries and the output of each token in one row, may be
+    interleaved without sharing anything. They have the same largest stride, so a pair of rows only
+    depends, in how it overlaps, on the distance of the two row indices. It is enough to look at
+    those few distances at which rows can meet.
     """
     a_extent, b_extent = _extent(a), _extent(b)
     if a_start + a_extent <= b_start or b_start + b_extent <= a_start:
@@ -186,18 +192,21 @@ def _meet(a_start: int, a: _Dims, b_start: int, b: _Dims) -> bool:
         return True
     step = max(dims[0][0] for dims in (a, b) if dims)
     (a_size, a_inner), (b_size, b_inner) = _split(a, step), _split(b, step)
-    # Rows that are n steps apart meet for first <= n <= last at most.
+    # Rows whose indices differ by n can only meet if first <= n <= last.
     distance = b_start - a_start
     first = max((distance - _extent(a_inner)) // step + 1, 1 - b_size)
     last = min(-(-(distance + _extent(b_inner)) // step) - 1, a_size - 1)
     if last - first > 1:
-        return True  # rows longer than their stride
+        return True  # rows are longer than their stride: not worked out further
     ways = range(first, last + 1)
     return any(_meet(a_start + n * step, a_inner, b_start, b_inner) for n in ways)
 
 
 def _split(dims: _Dims, step: int) -> tuple[int, _Dims]:
-    """The size of the dimension with this stride, if it is the first one, and the others."""
+    """The size of the first dimension and the other dimensions, if the first has stride `step`.
+
+    Otherwise size 1 and all dimensions.
+    """
     if dims and dims[0][0] == step:
         return dims[0][1], dims[1:]
     return 1, dims

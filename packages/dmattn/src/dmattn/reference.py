@@ -1,8 +1,8 @@
 """The definition of dmattn attention, transcribed in plain PyTorch: the oracle of the tests.
 
-It forms everything of size Sq x Sk, expands what is broadcast, and leaves gradients to autograd. It
-shares no code with the operators. Letters: B batch, Sq/Sk lengths, H query heads, HK key/value
-heads, D head dimension.
+It forms all tensors of size Sq x Sk, expands broadcast operands, and leaves gradients to autograd.
+It shares no code with the operators. Letters: B batch, Sq/Sk query/key length, H query heads, HK
+key/value heads, D head dimension; {B|1} is a dimension of size B or 1.
 """
 
 import math
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Reference(NamedTuple):
-    """Results of `reference_attention`, all in its compute dtype."""
+    """Results of `reference_attention`, all in its `compute_dtype`."""
 
     out: Tensor  # (B, Sq, H, head_dim of the values)
     lse: Tensor  # (B, H, Sq), natural logarithm
@@ -45,20 +45,25 @@ def reference_attention(
     sinks: Tensor | None = None,
     compute_dtype: torch.dtype = torch.float64,
 ) -> Reference:
-    """Attention by definition, every step in `compute_dtype`. Differentiable.
+    """Attention by its definition, with every step in `compute_dtype`. Differentiable.
 
     Args:
         query: (B, Sq, H, D), floating.
-        key: (B, Sk, HK, D).
-        value: (B, Sk, HK, any head_dim).
-        attn_mask: bool ({B|1}, {H|HK|1}, {Sq|1}, {Sk|1}) or None.
-        attn_bias: floating, shapes as attn_mask, or None.
+        key: (B, Sk, HK, D), floating.
+        value: (B, Sk, HK, Dv), floating, with any head dimension Dv.
+        attn_mask: bool ({B|1}, {H|HK|1}, {Sq|1}, {Sk|1}), True = attend, or None.
+        attn_bias: floating, shapes as attn_mask, or None. -inf masks.
         softmax_scale: D ** -0.5 when None.
         is_causal: row i sees keys 0..i + Sk - Sq.
-        softcap: c in c * tanh(x / c) for c > 0.
-        sinks: floating (H,), a further logit of each row that has no value, or None.
-        compute_dtype: float64 for the oracle; a lower precision gives the plain computation against
-            which errors are measured.
+        softcap: c > 0 turns the scaled dot product x into c * tanh(x / c); 0 leaves it unchanged.
+        sinks: floating (H,), for each head one more logit in the softmax of every row, without a
+            value; or None.
+        compute_dtype: float64 for the oracle. A lower precision gives the plain computation whose
+            errors serve as the measure for the errors of the operators.
+
+    Returns:
+        out (B, Sq, H, Dv), lse (B, H, Sq) and probabilities (B, H, Sq, Sk). A row that keeps no key
+        has out = 0, and lse = -inf or, with sinks, the sink.
     """
     with torch.autocast(query.device.type, enabled=False):
         return _attend(
@@ -107,10 +112,10 @@ def _attend(
         keep = keep.tril(seqlen_k - seqlen_q)
 
     logits = logits.masked_fill(~keep, -math.inf)
-    if sinks is not None:  # as one key more
+    if sinks is not None:  # a further column of logits, as if there were one more key
         column = sinks.to(compute_dtype)[:, None, None].expand(batch, nheads, seqlen_q, 1)
         logits = torch.cat((logits, column), -1)
-    # A row of -inf has no softmax; give it any finite one and then erase it.
+    # The softmax of a row of -inf is not defined: set its logits to 0 and erase the result.
     empty = (logits == -math.inf).all(-1, keepdim=True)
     probs = logits.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)[..., :seqlen_k]
     lse = logits.masked_fill(empty, 0.0).logsumexp(-1).masked_fill(empty[..., 0], -math.inf)
@@ -135,10 +140,12 @@ def reference_gradients(
 ) -> ReferenceGradients:
     """`reference_attention` and the gradients of (out * dout).sum() + (lse * dlse).sum().
 
+    Arguments that are not listed here are those of `reference_attention`.
+
     Args:
-        dout: as out.
-        dlse: (B, H, Sq) or None; entries of empty rows do not count.
-        others: as `reference_attention`.
+        dout: (B, Sq, H, Dv), the gradient of out.
+        dlse: (B, H, Sq), the gradient of lse, or None for zero; ignored in rows that keep no key
+            (lse = -inf).
     """
     leaves = [t.detach().to(compute_dtype).requires_grad_() for t in (query, key, value)]
     bias, sink = (
@@ -171,5 +178,5 @@ def reference_gradients(
 
 
 def _per_query_head(t: Tensor, nheads: int) -> Tensor:
-    """Repeat dimension 1 so that each query head finds the key head of its group; 1 stays 1."""
+    """Repeat dimension 1 from HK to H heads, each key head once per query head; 1 stays 1."""
     return t if t.shape[1] in (1, nheads) else t.repeat_interleave(nheads // t.shape[1], dim=1)

@@ -1,4 +1,4 @@
-"""A learned score per key, and attention through it: what the layer and model integrations share.
+"""A learned score per key, and attention through a cache: shared by the layer and integrations.
 
 Letters: B batch, S sequence length, H query heads, HK key/value heads, HS score heads (HK or H),
 D head dimension.
@@ -20,18 +20,19 @@ MAX_EXPONENT = 80.0
 
 
 def key_scores(dt: Tensor, A: Tensor, exp_score: bool = True) -> Tensor:
-    """exp(A * softplus(dt)), in float32 also under autocast and for inputs in half precision.
+    """exp(A * softplus(dt)), the score of each key in dynamic mask attention and in Doge models.
 
-    Rounded to bfloat16 the scores would be full of ties, and ties decide which keys are kept.
+    Computed in float32 also under autocast and for inputs in half precision: rounded to bfloat16
+    many scores would be equal, and ties would decide which keys are kept.
 
     Args:
-        dt: floating (B, S, HS), what the layer's `dt_proj` makes of the values.
-        A: floating (HS,).
+        dt: floating (B, S, HS), the output of the layer's `dt_proj` for the values.
+        A: floating (HS,), on the device of dt.
         exp_score: False for A * softplus(dt).
 
     Returns:
-        (B, HS, S), contiguous, float32 or, for a float64 dt, float64. Finite for finite inputs:
-        the exponent is at most 80.
+        (B, HS, S), contiguous, float32 or, for a float64 dt, float64. With exp_score the exponent
+        is clamped to at most 80, so that finite inputs give finite scores.
 
     Raises:
         TypeError: dt or A is no floating tensor, or exp_score no bool.
@@ -64,24 +65,26 @@ def attend_through_cache(
     key_mask: Tensor | None = None,
     slots: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of the next tokens of a text to themselves and to what the cache keeps.
+    """Causal attention of the next tokens of a text to themselves and to the keys in the cache.
 
-    An empty cache takes the tokens as a prompt: all of them attend at once, by one selection that
-    the cache is then filled from. Later tokens go in by `DynamicMaskCache.append_and_attend`.
+    If the cache is empty, the tokens are a prompt: all of them attend at once, by one selection,
+    and the cache is then filled with the keys that it keeps. Later tokens are put in by
+    `DynamicMaskCache.append_and_attend`.
 
     Args:
         query: (B, S, H, D).
         key, value: (B, S, HK, D).
         score: (B, HS, S), in the score dtype of the cache.
-        cache: with HS key/value heads, `window_size` keys of which a query attends to. With a score
-            per query head (HS = H > HK) the heads keep different keys of the same key/value head,
-            so the cache holds these once per query head.
+        cache: a cache of HS key/value heads, in each of which a query attends to `window_size`
+            keys. With a score per query head (HS = H > HK), query heads keep different keys of the
+            same key/value head, so the cache holds keys and values once per query head.
         softmax_scale, softcap: as in `flash_dmattn_func`.
-        key_mask: bool (B, S), False at padding, which is not put in.
-        slots: int (B,), which entries of the cache's batch the tokens are for; all when None.
+        key_mask: bool (B, S), False at padding, which is not put in; None for no padding.
+        slots: int32 or int64 (B,), which entries of the cache's batch the tokens are for; all when
+            None.
 
     Returns:
-        out (B, S, H, D). That of padding is finite and means nothing.
+        out (B, S, H, D). Rows of padding are finite and meaningless.
 
     Raises:
         TypeError, ValueError: something does not fit the cache, which is then unchanged.

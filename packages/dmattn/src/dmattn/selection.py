@@ -1,9 +1,10 @@
-"""Which keys each query row keeps, as an object to look at, to reuse and to build by other rules.
+"""Which keys each query row keeps, as an object to inspect, to reuse and to build by other rules.
 
-A selection says of every key from which row on it is out of sight: row i stands at position
-r = i + Sk - Sq and keeps the keys j <= r < end[j]. Beside `end` it holds, for each block of 128
-rows, the list of the keys that any of its rows keeps: what attention loads. Letters: B batch, H
-query heads, HK key/value heads, Sq/Sk query/key length.
+A selection says for every key from which row on it is no longer kept: row i stands at position
+r = i + Sk - Sq and keeps the keys j with j <= r < end[j]. In addition to `end` it holds, for each
+block of 128 rows, the list of the keys that any of its rows keeps, which attention loads. Letters:
+B batch, H query heads, HK key/value heads, Sq/Sk query/key length; {B|1} is a dimension of size B
+or 1.
 """
 
 from collections.abc import Sequence
@@ -55,25 +56,28 @@ class KeySelection:
 
     Made by `select_keys`, `from_intervals`, `sliding_window` or `packed_documents`. It serves any
     number of calls with the same lengths and causality, forward and backward. It can be pickled,
-    read by `torch.load` without leaving `weights_only`, and passed in and out of functions that
-    torch compiles or exports.
+    read by `torch.load` with weights_only=True, and passed in and out of functions that torch
+    compiles or exports.
 
     Attributes:
         end: int32 ({B|1}, {H|HK|1}, Sk). Causal: the row at position r keeps key j when
             j <= r < end[j]. Not causal: Sk for the kept keys, 0 for the others.
-        idx: int32 ({B|1}, {H|HK|1}, blocks, capacity): keys kept by any row of a block of 128 rows
-            (one block when not causal), those that all its rows keep first.
-        count: int32 ({B|1}, {H|HK|1}, blocks): entries of each list.
-        full: int32, as count: leading entries that all rows keep; (0,) when not causal.
-        window_size: keys kept by each row, or None where the intervals were given.
-        is_causal: whether row i stands at position i + Sk - Sq, or all rows keep the same keys.
-            The latter serve any number of rows.
+        idx: int32 ({B|1}, {H|HK|1}, blocks, capacity): the list of each block of 128 rows (one
+            block in all when not causal): the keys that any row of the block keeps. First those
+            that all rows of the block keep, then the others, both in ascending order.
+        count: int32 ({B|1}, {H|HK|1}, blocks): the number of keys in each list.
+        full: int32, shape of count: how many leading keys of each list all rows of the block keep;
+            of shape (0,) when not causal.
+        window_size: the largest number of keys that a row keeps, if a window was given, else None.
+        is_causal: True: row i stands at position i + Sk - Sq. False: all rows keep the same keys,
+            and the selection serves any number of rows.
         first_row: Sk - Sq, the position of the first row; negative when Sq > Sk.
         query_len: Sq.
-        is_sliding: whether it is known that rows keep the `window_size` keys up to their own
-            position and no others, as `sliding_window` makes it without a mask. A backend then
-            need not read the tensors.
-        keeps_own: likewise, whether every row keeps the key at its own position.
+        is_sliding: True if rows are known to keep the `window_size` keys up to their own position
+            and no others, as from `sliding_window` without a mask. A backend then need not read the
+            tensors. False: not known.
+        keeps_own: True if every row is known to keep the key at its own position, if there is one.
+            False: not known.
     """
 
     end: Tensor
@@ -82,8 +86,8 @@ class KeySelection:
     full: Tensor
     window_size: int | None
     is_causal: bool
-    # Not Sq itself: as many rows as keys is then the same number, 0, for every length, so that a
-    # program exported with one selection takes those of other lengths.
+    # Stored instead of Sq: with as many rows as keys it is 0 whatever the length, so that a program
+    # exported with one selection takes selections of other lengths.
     first_row: int
     is_sliding: bool = False
     keeps_own: bool = False
@@ -105,21 +109,24 @@ class KeySelection:
         """The causal selection in which key j is seen by the rows at positions j <= r < end[j].
 
         Args:
-            end: int32 or int64 ({B|1}, {H|HK|1}, Sk). Values outside 0 .. Sk mean 0 and Sk, so that
-                any large number stands for a key that never leaves.
+            end: int32 or int64 ({B|1}, {H|HK|1}, Sk). Values are clamped to 0 .. Sk, so that any
+                large number stands for a key that never leaves.
             query_len: Sq; Sk when None. Row i stands at position i + Sk - Sq.
-            reach: the largest end[j] - j, if known: the lists then take time and memory for that
-                many keys each. A key is seen by `reach` rows at most, also where `end` says more.
-                None: lists as long as the longest needs to be, for which the host waits, and which
-                torch.compile cannot know.
+            reach: an upper bound of end[j] - j, if known. The lists then have room for reach + 127
+                keys each, and the host does not wait. Longer intervals are cut: a key is seen by at
+                most `reach` rows. None: the lists are as long as the longest of them needs to be;
+                the host waits for that length, which torch.compile cannot know.
 
         Returns:
             The selection, with the batch entries and heads of `end`, on its device.
 
         Raises:
             TypeError: end is no int32 or int64 tensor, or query_len or reach no int.
-            ValueError: end has not three dimensions, query_len is negative, or reach is below 1.
+            ValueError: end does not have three dimensions, query_len is negative, or reach is
+                below 1.
+            RuntimeError: torch.jit.trace records the call.
         """
+        refuse_jit_trace("a selection of keys")
         check_tensor_dtype("end", check_tensor("end", end), _INTEGERS)
         if end.dim() != 3:
             raise ValueError(f"end: got shape {tuple(end.shape)}, wanted (batch|1, heads|1, Sk)")
@@ -128,7 +135,7 @@ class KeySelection:
         return _of_intervals(end, query_len, reach, None)
 
     def to(self, device: torch.device | str | int) -> "KeySelection":
-        """The same selection with its tensors on another device; itself if they are there."""
+        """The same selection with its tensors on another device; this object if they are there."""
         lists = Selection(*[t.to(device) for t in self.lists])
         if all(a is b for a, b in zip(lists, self.lists, strict=True)):
             return self
@@ -143,7 +150,7 @@ class KeySelection:
         return self.to(device)
 
     def __repr__(self) -> str:
-        if not all(isinstance(t, Tensor) for t in self.lists):  # what a tree_map may leave here
+        if not all(isinstance(t, Tensor) for t in self.lists):  # a tree_map may put others here
             return f"KeySelection({', '.join(map(describe, self.lists))})"
         batch, heads, key_len = self.end.shape
         return (
@@ -154,7 +161,10 @@ class KeySelection:
         )
 
     def to_mask(self) -> Tensor:
-        """bool ({B|1}, {H|HK|1}, Sq, Sk), True where a key is kept; for looking at it."""
+        """The selection as a mask, bool ({B|1}, {H|HK|1}, Sq, Sk), True where a key is kept.
+
+        Takes memory for Sq * Sk entries per batch entry and head of the selection.
+        """
         end = self.end[:, :, None]
         if not self.is_causal:
             return (end > 0).expand(-1, -1, self.query_len, -1)
@@ -168,7 +178,7 @@ class KeySelection:
         """Draw which keys each query keeps, by `dmattn.plot.mask`. Needs matplotlib.
 
         Args:
-            path: where to save the picture, by the suffix of its name; None to save nothing.
+            path: file to save the picture to, in the format of its suffix; None to save nothing.
             ax: the matplotlib axes to draw on; a new figure when None.
             head, batch: which of the selection's heads and batch entries.
 
@@ -179,7 +189,7 @@ class KeySelection:
             ImportError: matplotlib is not installed.
             IndexError: there is no such head or batch entry.
         """
-        from dmattn.plot import mask  # which imports this module
+        from dmattn.plot import mask  # here, since dmattn.plot imports this module
 
         return mask(self, head=head, batch=batch, path=path, ax=ax)
 
@@ -188,7 +198,7 @@ _FACTS = ("window_size", "is_causal", "first_row", "is_sliding", "keeps_own")
 
 
 def _facts(selection: KeySelection) -> tuple[Any, ...]:
-    """All that is no tensor, in the order of the fields."""
+    """The fields that are no tensors, in their order."""
     return tuple(getattr(selection, name) for name in _FACTS)
 
 
@@ -210,9 +220,13 @@ def _unflatten(tensors: Any, facts: tuple[Any, ...]) -> KeySelection:
 
 
 def _flatten_as(selection: KeySelection, spec: pytree.TreeSpec) -> list[Any]:
-    """The tensors of an exported program's input; oldest torch compares no facts by itself."""
+    """The tensors of an input of an exported program.
+
+    The other fields have to be those of the exported selection, which the oldest torch that we
+    support does not compare by itself.
+    """
     tensors, facts = _flatten(selection)
-    if facts != tuple(spec.context):  # a list once it has been saved
+    if facts != tuple(spec.context):  # spec.context is a list once it has been saved
         raise ValueError(
             f"selection: got ({', '.join(_FACTS)}) {facts}, wanted {tuple(spec.context)} as when "
             "the program was exported"
@@ -242,24 +256,26 @@ def select_keys(
     """Choose the keys with the highest bias, without forming anything of size Sq x Sk.
 
     Causal: the row at position r keeps the `window_size` highest-scored keys among 0..r. A key that
-    has left never returns. Not causal: all rows keep the best of all keys. Of equal scores the
-    later key is kept; NaN, -inf and masked keys never are. On CUDA the host does not wait.
+    has left never returns. Not causal: all rows keep the `window_size` best of all keys. Of equal
+    scores the later key is kept; masked keys, and those with a score of NaN or -inf, never are. On
+    CUDA the host does not wait.
 
     Args:
-        attn_bias: floating ({B|1}, {H|HK|1}, 1, Sk) or ({B|1}, {H|HK|1}, Sk). No gradient flows
-            through the choice.
+        attn_bias: floating ({B|1}, {H|HK|1}, 1, Sk) or ({B|1}, {H|HK|1}, Sk), on CUDA not float64:
+            the scores. No gradient flows through the choice.
         window_size: at least 1.
-        is_causal: choose row by row among the past, rather than once among all keys.
+        is_causal: True: each row chooses among the keys up to its own position. False: one choice
+            among all keys, for all rows.
         attn_mask: True where a key may be chosen: bool or integer (B, Sk), or bool
             ({B|1}, {H|HK|1}, 1, Sk), or a view of that expanded over the rows.
-        cu_seqlens: for documents packed one behind the other, alike in every row of the batch:
-            their boundaries, (documents + 1,), rising from 0 to Sk. Keys are chosen within each
-            document, and no row sees another document's. Causal only, and for query_len = Sk.
-            A tensor, int32 or int64, on the CUDA device of attn_bias is taken as it is, since the
-            host would have to wait for its values: wrong ones give a wrong selection. Anything
-            else, a sequence of ints or a tensor elsewhere, is checked.
-        query_len: Sq; Sk when None. Causal rows are aligned to the end of the keys: the ones in
-            front of the first key, if Sq > Sk, keep nothing.
+        cu_seqlens: boundaries of packed documents, the same for every batch entry:
+            (documents + 1,), rising from 0 to Sk; a sequence of ints, or an int32 or int64 tensor.
+            Keys are chosen within each document, and no row sees keys of another document. Needs
+            is_causal, and query_len = Sk. The values are checked, except those of a tensor on the
+            CUDA device of attn_bias, for which the host would have to wait, and under
+            torch.compile: there wrong boundaries may give a wrong selection.
+        query_len: Sq; Sk when None. With is_causal the last row is at the last key. If Sq > Sk, the
+            rows in front of the first key keep nothing.
 
     Returns:
         The selection, on the device of attn_bias.
@@ -267,7 +283,9 @@ def select_keys(
     Raises:
         TypeError: a tensor or number has the wrong type or dtype.
         ValueError: a shape, device or number does not fit, or attn_mask differs between query rows.
+        RuntimeError: torch.jit.trace records the call.
     """
+    refuse_jit_trace("a selection of keys")
     window_size = check_int("window_size", window_size, 1)
     is_causal = check_bool("is_causal", is_causal)
     scores = _key_scores(attn_bias)
@@ -305,14 +323,14 @@ def sliding_window(
         window_size: at least 1.
         query_len: Sq; Sk when None.
         attn_mask: True where a key may be seen: bool or integer (B, Sk), or bool
-            ({B|1}, {H|HK|1}, 1, Sk). A masked key takes up its place in the window all the same.
+            ({B|1}, {H|HK|1}, 1, Sk). A masked key still counts as one of the `window_size` keys.
         device: of the selection's tensors; that of attn_mask, or the default device, when None.
 
     Returns:
-        The selection, causal, with a batch and heads of 1 where there is no attn_mask.
+        The selection, causal; its batch and its number of heads are 1 without attn_mask.
 
     Raises:
-        TypeError: a number is no int, attn_mask is no mask, or device is none.
+        TypeError: a number is no int, attn_mask is no mask, or device is no device.
         ValueError: a number is too small, or attn_mask has the wrong shape or device.
         RuntimeError: torch.jit.trace records the call.
     """
@@ -340,41 +358,46 @@ def packed_documents(
     max_seqlen: int | None = None,
     device: torch.device | str | None = None,
 ) -> KeySelection:
-    """Causal attention within documents that are packed one behind the other.
+    """The selection for causal attention within documents that are packed one after the other.
 
-    Where the documents lie is said by `cu_seqlens`, alike for all rows of the batch, or by
-    `document_ids`, which may differ between them.
+    The documents are given either by `cu_seqlens`, the same for all batch entries, or by
+    `document_ids`, which may differ between batch entries.
 
-    Each block of 128 rows has room for a list of as many keys as the longest document has (or the
-    window, if that is smaller), so one document of Sk keys takes Sk * Sk / 128 int32 entries: 134
-    MB for 65536 keys. For long documents without a window `flash_dmattn_varlen_func` is the better
-    choice, as it needs no lists.
+    Each block of 128 rows has room for a list of about as many keys as the longest document has (or
+    the window, if that is smaller). One document of Sk keys therefore takes Sk * Sk / 128 int32
+    entries: 134 MB for 65536 keys. For long documents without a window `flash_dmattn_varlen_func`
+    is the better choice, as it needs no lists.
 
     Args:
-        cu_seqlens: int (documents + 1,): their boundaries, rising from 0 to Sk. The host reads and
-            checks them, except those of a CUDA tensor whose selection stays on its device when
-            `key_len` is given and `max_seqlen` or `window_size` as well; nothing then waits, and
-            wrong values give wrong documents. Under torch.compile tensors are never read by the
-            host, and need `key_len`.
-        window_size: keep only the last keys of the document, this many; None for all of it.
+        cu_seqlens: the boundaries of the documents, (documents + 1,), rising from 0 to Sk: a
+            sequence of ints, or an int32 or int64 tensor. In general the host reads and checks
+            them. It does not read a CUDA tensor if the selection stays on the device of the tensor,
+            `key_len` is given, and `max_seqlen` or `window_size` is given as well. Then the host
+            does not wait, and wrong values give wrong documents. Under torch.compile tensors are
+            never read by the host, and `key_len` has to be given.
+        window_size: each row keeps at most this many keys, the last of its document up to its own
+            position; None for all keys of the document up to there.
         document_ids: integer (B, Sk): a new document starts where the number differs from the one
             before it. Never read by the host.
         attn_mask: True where a key may be seen: bool or integer (B, Sk), or bool
             ({B|1}, {H|HK|1}, 1, Sk).
-        key_len: Sk; the last of cu_seqlens when None.
-        max_seqlen: the length of the longest document. A row sees this many keys at most, also
-            where its document is longer. None: what cu_seqlens says if the host reads it, else Sk.
-        device: of the selection's tensors; that of cu_seqlens, if it is a tensor, or of
-            document_ids or attn_mask when None.
+        key_len: Sk. When None, the last value of cu_seqlens, or the size of document_ids.
+        max_seqlen: the length of the longest document, at least 0. A row sees at most this many
+            keys, even if its document is longer. When None, it is taken from cu_seqlens if the host
+            reads them, and is Sk otherwise.
+        device: of the selection's tensors. When None, that of cu_seqlens, if it is a tensor, of
+            document_ids, or of attn_mask, or else the default device.
 
     Returns:
-        The selection, causal.
+        The selection, causal, with as many rows as keys.
 
     Raises:
-        TypeError: an argument is none of that.
+        TypeError: an argument has the wrong type or dtype.
         ValueError: both or none of cu_seqlens and document_ids are given; a shape, number, value or
             device does not fit.
+        RuntimeError: torch.jit.trace records the call.
     """
+    refuse_jit_trace("a selection of keys")
     if window_size is not None:
         window_size = check_int("window_size", window_size, 1)
     if key_len is not None:
@@ -406,18 +429,22 @@ def packed_documents(
     if window_size is not None:
         reach = smaller(reach, window_size)
     found = _of_intervals(_hide_masked(end, attn_mask), None, reach, window_size)
-    # A key that ends behind itself is seen by its own row; boundaries that the host has not
-    # checked may end it before.
+    # Each key is seen by the row at its own position, if its document ends behind it. Boundaries
+    # that the host has not checked may not have that property.
     is_checked = document_ids is not None or longest is not None
     return found if attn_mask is not None or not is_checked else replace(found, keeps_own=True)
 
 
 def key_only_mask(attn_mask: Tensor, key_len: int) -> Tensor:
-    """attn_mask as bool ({B|1}, heads, Sk).
+    """An attn_mask that is the same for all query rows, as bool ({B|1}, heads, Sk).
+
+    Args:
+        attn_mask: bool or integer (B, Sk), or bool ({B|1}, heads, rows, {Sk|1}).
+        key_len: Sk.
 
     Raises:
         TypeError: it is no bool tensor, and no integer (B, Sk).
-        ValueError: it does not speak of key_len keys, or differs between query rows.
+        ValueError: it is not for key_len keys, or differs between query rows.
     """
     given = check_mask("attn_mask", attn_mask)
     shape = tuple(given.shape)
@@ -427,7 +454,7 @@ def key_only_mask(attn_mask: Tensor, key_len: int) -> Tensor:
             f"attn_mask: got shape {shape}, wanted (batch, {key_len}) or "
             f"(batch|1, heads|1, 1, {key_len})"
         )
-    if mask.shape[2] == 0 and key_len == 0:  # an empty stretch: there is no row, and nothing to say
+    if mask.shape[2] == 0 and key_len == 0:  # an empty stretch, without rows and keys
         return mask.new_empty((*mask.shape[:2], 0))
     if may_differ_by_row(mask):
         raise ValueError(
@@ -437,21 +464,25 @@ def key_only_mask(attn_mask: Tensor, key_len: int) -> Tensor:
             "sequence in one call without state, return_state and cu_seqlens, or choose the keys "
             "of each row with dmattn.top_window_mask"
         )
-    # Not mask[:, :, 0], by which older torch cannot split a DTensor.
+    # Not mask[:, :, 0], which older torch cannot do with a sharded DTensor.
     return mask[:, :, :1].squeeze(2).expand(-1, -1, key_len)
 
 
 def may_differ_by_row(mask: Tensor) -> bool:
-    """Whether a 4-D mask has rows of its own.
+    """Whether a 4-D mask may differ between query rows.
 
-    Not if it was expanded over the rows; but one that was expanded to no rows at all says nothing
-    of any key, and is taken for one with rows.
+    False for a single row and for a view expanded over the rows (stride 0). A mask expanded to 0
+    rows has no entry for any key, and counts as one that may differ.
     """
     return mask.shape[2] != 1 and (mask.stride(2) != 0 or mask.shape[2] == 0)
 
 
 def same_heads(scores: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Both with the same number of heads (or 1), where one has HK and the other H of them."""
+    """Scores and mask with the same number of heads, or 1 head, if one has HK and the other H.
+
+    Raises:
+        ValueError: their batches or their numbers of heads do not fit together.
+    """
     if key_mask is None:
         return scores, None
     n, m = scores.shape[0], key_mask.shape[0]
@@ -467,7 +498,7 @@ def same_heads(scores: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor 
 
 
 def _key_scores(attn_bias: Tensor) -> Tensor:
-    """attn_bias as ({B|1}, heads, Sk), without gradient."""
+    """attn_bias as ({B|1}, heads, Sk), detached from the graph."""
     wanted = "a floating tensor, a score per key"
     if not check_tensor("attn_bias", attn_bias, wanted).is_floating_point():
         raise TypeError(f"attn_bias: got dtype {attn_bias.dtype}, wanted {wanted}")
@@ -486,7 +517,7 @@ def _of_intervals(
     end: Tensor, query_len: int | None, reach: int | None, window_size: int | None
 ) -> KeySelection:
     key_len = end.shape[2]
-    # Still in the dtype given: a large int64 would turn into any int32.
+    # Clamped before the conversion, in which a large int64 could become any int32.
     end = end.clamp(0, key_len).to(torch.int32)
     if reach is None:
         rows = smaller(_check_query_len(query_len, key_len), key_len)
@@ -495,7 +526,7 @@ def _of_intervals(
         return _listed(end.contiguous(), query_len, most, None, window_size)
     reach = larger(1, smaller(reach, key_len))
     key = torch.arange(key_len, dtype=torch.int32, device=end.device)
-    # What the lists have no room for must not be in the intervals either.
+    # Intervals must not be longer than the lists have room for.
     end = torch.minimum(end, key + reach)
     return _within_reach(end.contiguous(), query_len, reach, window_size)
 
@@ -503,21 +534,27 @@ def _of_intervals(
 def _within_reach(
     end: Tensor, query_len: int | None, reach: int, window_size: int | None
 ) -> KeySelection:
-    """The selection of intervals, int32 and contiguous, of `reach` rows at most."""
-    # A key seen by the first row of a block began at most `reach` keys before it, and the rows of
-    # the block are as many keys again.
+    """The causal selection with the interval ends `end`, int32 and contiguous.
+
+    No interval has more than `reach` rows.
+    """
+    # The first row of a block keeps at most `reach` keys, and each of the other 127 rows of the
+    # block adds one.
     return _listed(end, query_len, reach + BLOCK_ROWS - 1, reach, window_size)
 
 
 def _listed(
     end: Tensor, query_len: int | None, most: int, reach: int | None, window_size: int | None
 ) -> KeySelection:
-    """`most`: of the keys that a block of rows keeps."""
+    """The causal selection with the interval ends `end`, int32 and contiguous.
+
+    `most`: the largest number of keys that a block of rows keeps.
+    """
     key_len = end.shape[2]
     query_len = _check_query_len(query_len, key_len)
     rows = smaller(query_len, key_len)
     capacity = capacity_for(most, key_len)
-    # Past the dispatcher of torch where that has no part.
+    # Bypasses torch's dispatcher where that is possible.
     lists = build_key_lists(end, rows, capacity, reach, direct=is_plain_call(end))
     return KeySelection(
         end, lists.idx, lists.count, lists.full, window_size, True, key_len - query_len
@@ -525,7 +562,7 @@ def _listed(
 
 
 def _hide_masked(end: Tensor, attn_mask: Tensor | None) -> Tensor:
-    """The intervals, empty for masked keys."""
+    """The interval ends, 0 for masked keys, so that their intervals are empty."""
     if attn_mask is None:
         return end
     keep = key_only_mask(attn_mask, end.shape[2])
@@ -537,7 +574,7 @@ def _hide_masked(end: Tensor, attn_mask: Tensor | None) -> Tensor:
 
 
 def _ends_by_ids(document_ids: Tensor, key_len: int | None) -> Tensor:
-    """int32 (B, 1, Sk): for each key the first one behind its document."""
+    """int32 (B, 1, Sk): for each key the index of the first key after its document."""
     check_tensor("document_ids", document_ids)
     if not is_integer(document_ids.dtype):
         raise TypeError(f"document_ids: got dtype {document_ids.dtype}, wanted an integer dtype")
@@ -547,7 +584,7 @@ def _ends_by_ids(document_ids: Tensor, key_len: int | None) -> Tensor:
         raise ValueError(f"document_ids: got shape {shape}, wanted (batch, {seqlen})")
     seqlen = document_ids.shape[1]
     key = torch.arange(seqlen, dtype=torch.int32, device=document_ids.device)
-    # The last key is compared with the first one, and Sk stands there in either case.
+    # roll compares the last key with the first one; its entry is Sk whatever the outcome.
     is_last = document_ids != document_ids.roll(-1, 1)
     stop = torch.where(is_last, key + 1, seqlen)
     return stop.flip(1).cummin(1).values.flip(1)[:, None]
@@ -561,7 +598,7 @@ def _documents(
 ) -> tuple[Tensor, int, int | None]:
     """int32 boundaries, Sk, and the length of the longest document where the host knows it.
 
-    `bounded`: whether the reach of a key is limited without knowing that length.
+    `bounded`: whether the length of intervals is bounded by something else than that length.
     """
     if isinstance(cu_seqlens, Tensor):
         device = cu_seqlens.device if device is None else device
@@ -583,10 +620,11 @@ def _documents(
 def _document_bounds(
     cu_seqlens: Tensor | Sequence[int], key_len: int, device: torch.device
 ) -> Tensor:
-    """int32 (documents + 1,) on `device`.
+    """cu_seqlens as int32 (documents + 1,) on `device`.
 
-    The host checks the values, unless it would have to wait for them or is compiling. The CPU
-    operator checks what it is given, and the CUDA kernels stay within the tensors.
+    The host checks the values, unless it would have to wait for them or torch compiles. Values that
+    it has not checked are checked by the operator on the CPU; the CUDA kernels access nothing
+    outside the tensors, whatever the values.
     """
     if isinstance(cu_seqlens, Tensor):
         stays = cu_seqlens.is_cuda and cu_seqlens.device == device
@@ -599,7 +637,7 @@ def _document_bounds(
 
 
 def read_boundaries(cu_seqlens: Tensor | Sequence[int], key_len: int | None) -> list[int]:
-    """cu_seqlens on the host, checked."""
+    """cu_seqlens as checked Python ints; the host waits for a tensor on a GPU."""
     if isinstance(cu_seqlens, Tensor):
         check_boundary_tensor(cu_seqlens)
         bounds = read_integers(cu_seqlens)
@@ -610,7 +648,7 @@ def read_boundaries(cu_seqlens: Tensor | Sequence[int], key_len: int | None) -> 
 
 
 def listed_boundaries(cu_seqlens: Any) -> list[int]:
-    """Those that are given as a sequence; their values are not looked at."""
+    """cu_seqlens given as a sequence, as Python ints; their order is not checked."""
     wanted = "a sequence of ints or an int32 or int64 tensor"
     try:
         given = list(cu_seqlens)
@@ -620,7 +658,7 @@ def listed_boundaries(cu_seqlens: Any) -> list[int]:
 
 
 def check_boundary_tensor(cu_seqlens: Any, name: str = "cu_seqlens") -> Tensor:
-    """Raise unless its dtype and shape are right; its values are not looked at."""
+    """cu_seqlens, if it is an int32 or int64 tensor of one dimension; values are not checked."""
     bounds = check_tensor(name, cu_seqlens, "an integer tensor")
     check_tensor_dtype(name, bounds, _INTEGERS)
     if bounds.dim() != 1 or bounds.shape[0] < 1:
@@ -629,7 +667,7 @@ def check_boundary_tensor(cu_seqlens: Any, name: str = "cu_seqlens") -> Tensor:
 
 
 def to_int32(cu_seqlens: Tensor, key_len: int = 2**31 - 2) -> Tensor:
-    """The same boundaries; wrong ones stay wrong rather than turning into any int32."""
+    """cu_seqlens as int32. Values outside 0 .. key_len are clamped so that they stay outside."""
     if cu_seqlens.dtype == torch.int32:
         return cu_seqlens
     return cu_seqlens.clamp(-1, key_len + 1).to(torch.int32)

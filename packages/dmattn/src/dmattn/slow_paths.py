@@ -1,15 +1,17 @@
-"""What makes a problem slow before a backend sees it, each in a sentence for a user."""
+"""Notes for the user on what makes a problem slow, whichever backend computes it."""
 
 from dmattn.key_lists import BLOCK_ROWS
 from dmattn.problem import Problem
 
-# Lists that hold more than this part of the keys are no longer worth the gathering.
+# Lists with room for more than this fraction of the keys get a note: gathering no longer pays.
 _LONG_LIST = 0.5
-_FEW_KEYS = 1024  # up to here the room of the lists, a multiple of 128, says little
+# Below this number of keys no note is given: the room of lists is a multiple of 128 and says little
+# about their lengths.
+_FEW_KEYS = 1024
 
 
 def slow_paths(problem: Problem) -> list[str]:
-    """The notes on a problem as the public functions make it, for `explain`."""
+    """The notes on a checked problem with its keys chosen, for `explain`."""
     return [*_head_dims(problem), *_sinks(problem), *_long_lists(problem)]
 
 
@@ -30,7 +32,7 @@ def _sinks(problem: Problem) -> list[str]:
 
 
 def _long_lists(problem: Problem) -> list[str]:
-    """A selection such as documents, whose lists get as long as the documents."""
+    """A note if lists have room for many of the keys, as in a selection of long documents."""
     if problem.key_lists is None:
         return []
     room, seqlen_k = problem.key_lists.idx.shape[3], problem.k.shape[1]

@@ -1,9 +1,10 @@
-"""Attention of a stretch of a causal sequence to itself and to the state of what lies before it.
+"""Attention of a stretch of a causal sequence to itself and to the state of the tokens before it.
 
-The kept keys in order of position and the stretch behind them are a short sequence in which the
-rows of the stretch choose what they would in the whole one: a key that is gone would not be chosen,
-and of equal scores the later key still stands later. So a stretch is an ordinary problem over key
-lists. Letters as in `dmattn.key_state`.
+The keys of the state, in order of position, followed by the keys of the stretch are a short
+sequence. In it the rows of the stretch choose the same keys as in the whole sequence: no row of the
+stretch would choose a key that the state has dropped, and of two equal scores the later key still
+stands behind the earlier one. So a stretch is an ordinary problem over key lists. Letters as in
+`dmattn.key_state`.
 """
 
 from typing import Any, NamedTuple
@@ -42,15 +43,15 @@ _BEHIND_BIAS = Problem._fields.index("bias") + 1
 
 
 class Stretch(NamedTuple):
-    """A stretch of a sequence, checked.
+    """A checked stretch of a sequence.
 
     Attributes:
-        own: its problem, with a score for each key, without the keys of the state.
-        state: what lies before it, None for nothing.
+        own: the problem of the stretch alone, with a score for each key.
+        state: the state of the tokens before the stretch; None if there are none.
         window_size: w.
-        starts: int64 (documents + 1,), where documents begin, counted from the first token of the
+        starts: int64 (documents + 1,), boundaries of documents, counted from the first token of the
             stretch; or None.
-        way: the `way_without_graph` of its keys and those of the state.
+        way: the `way_without_graph` of its operands and of the tensors of the state.
     """
 
     own: Problem
@@ -61,11 +62,14 @@ class Stretch(NamedTuple):
 
     @property
     def needs_keys(self) -> bool:
-        """Whether its rows keep other keys than those of a whole sequence would."""
+        """Whether its rows may keep other keys than `keep_window` finds for `own` alone."""
         return self.state is not None or self.starts is not None
 
     def with_keys(self) -> Problem:
-        """The problem with the keys of the state in front of its own, and key lists."""
+        """The problem with the keys of the state in front of those of the stretch, and key lists.
+
+        Without rows it is `own`, unchanged.
+        """
         problem, state = self.own, self.state
         if problem.q.shape[1] == 0:
             return problem  # no rows, no lists
@@ -93,36 +97,38 @@ class Stretch(NamedTuple):
 
     @property
     def _front(self) -> int:
-        """Entries in front of the stretch in `with_keys`, of which the last ones are the state's.
+        """How many entries `with_keys` puts in front of the stretch; the state's keys are the last.
 
-        With documents, lists are made for all keys as rows. Those of the stretch can be cut out of
-        them where the rows before it fill whole blocks.
+        With documents, lists are made for as many rows as there are keys. The number of entries is
+        then rounded up to whole blocks of rows, so that the lists of the stretch can be cut out.
         """
         if self.state is None:
             return 0
         return self.window_size if self.starts is None else whole_blocks(self.window_size)
 
     def room_for_state(self, problem: Problem) -> KeptKeys | None:
-        """What `state_behind` fills beside attention, to be made before that; None where it cannot.
+        """Memory that `state_behind` can fill while the attention still runs.
 
-        `problem`: as for `state_behind`.
+        It has to be allocated before the attention is enqueued. None if `state_behind` has to run
+        after the attention. `problem`: as for `state_behind`.
         """
         lists, bias = problem.key_lists, problem.bias
         if not self.way or lists is None or self.own.q.shape[1] == 0:
             return None
         if self._front > self.window_size:
-            return None  # ends are still to be counted from the first key of the state
+            return None  # `_kept` has to shift the interval ends first
         assert bias is not None
         keys, dtype = (problem.k, problem.v, bias.squeeze(2)), bias.dtype
         dtype = torch.promote_types(dtype, torch.float32)
         return empty_kept(lists.end, keys, self.window_size, dtype)
 
     def state_behind(self, problem: Problem, room: KeptKeys | None = None) -> KeyState:
-        """The state behind it.
+        """The state of all tokens up to the end of the stretch.
 
         Args:
-            problem: `own` with the keys chosen, as attention has it.
-            room: of `room_for_state`, where attention of this problem was enqueued right before.
+            problem: the problem that the attention computed, with its keys chosen.
+            room: what `room_for_state` returned, if the attention of this problem was the last
+                thing enqueued; otherwise None.
         """
         state, rows = self.state, self.own.q.shape[1]
         if problem.key_lists is None or rows == 0:
@@ -132,7 +138,8 @@ class Stretch(NamedTuple):
         assert bias is not None
         if self.way is not None:
             return self._kept(problem, bias.squeeze(2), problem.key_lists.end, self.way, room)
-        # Of a state whose keys all remain in sight, the entries without a key are the first ones.
+        # Without documents all keys of the state remain visible, so that entry 0 holds no key
+        # wherever a row keeps fewer than w keys.
         all_in_sight = state is not None and self.starts is None
         places = kept_places(problem.key_lists.end, self.window_size, all_in_sight)
         numbers = counted(self.own.k, self.starts, state)
@@ -152,7 +159,7 @@ class Stretch(NamedTuple):
     def _kept(
         self, problem: Problem, score: Tensor, end: Tensor, way: bool, room: KeptKeys | None
     ) -> KeyState:
-        """`state_behind` where nothing requires a gradient."""
+        """`state_behind` by the operator `keep_keys`, for calls that need no gradient."""
         state, k, v, position, seen = self.state, problem.k, problem.v, None, None
         if state is not None:
             position, seen = state.position, state.seen
@@ -169,7 +176,7 @@ class Stretch(NamedTuple):
         return KeyState(kept.k, kept.v, its_score, kept.position, kept.seen, has_start)
 
     def _positions(self, state: KeyState, key_len: int) -> Tensor:
-        """int32 (B, N, L) of the keys that `with_keys` has joined."""
+        """int32 (B, N, L): positions, in the whole sequence, of the keys of `with_keys`."""
         seqlen = self.own.k.shape[1]
         place = state.seen[:, None] + counting(seqlen, state.seen.device)
         place = place[:, None].expand(-1, state.score.shape[1], -1)
@@ -180,18 +187,20 @@ class Stretch(NamedTuple):
 
 
 def checked_stretch(problem: Problem, state: Any, window_size: int, cu_seqlens: Any) -> Stretch:
-    """The stretch that a problem is behind a state.
+    """The stretch of a problem and the state before it.
 
     Args:
         problem: checked, with a bias.
-        state: what the caller gave for it, or None.
+        state: what the caller gave for `state`, or None.
         window_size: w.
-        cu_seqlens: what the caller gave for them, or None.
+        cu_seqlens: what the caller gave for `cu_seqlens`, or None.
 
     Raises:
-        TypeError: state is no KeyState, or of another dtype; cu_seqlens are no integers.
-        ValueError: the problem is not causal, has rows in front of its first key, or a mask or bias
-            with rows; or the state does not fit it.
+        TypeError: an operand is a DTensor; state is no KeyState, or of another dtype; cu_seqlens
+            are no integers.
+        ValueError: the problem is not causal, has more rows than keys (with cu_seqlens: another
+            number of them), or a mask or bias that differs between rows; the state does not fit; or
+            cu_seqlens decrease.
     """
     q, k, mask, bias = problem.q, problem.k, problem.mask, problem.bias
     assert bias is not None
@@ -234,28 +243,29 @@ def checked_stretch(problem: Problem, state: Any, window_size: int, cu_seqlens: 
         return Stretch(problem, None, window_size, starts, way)
     if can_be_read(state.seen) and bool((state.seen != state.seen[:1]).any()):
         raise ValueError("state: got sequences of unequal lengths, wanted equal with cu_seqlens")
-    starts = starts.clamp(min=-1) - state.seen[:1].sum()  # where in the past makes no difference
+    # Boundaries before the stretch become negative; which negative number makes no difference.
+    starts = starts.clamp(min=-1) - state.seen[:1].sum()
     return Stretch(problem, state, window_size, starts, way)
 
 
 def known_stretch(problem: Problem, state: KeyState | None, window_size: int) -> Stretch:
-    """The same without documents, for a call whose kind is known: of ordinary tensors."""
+    """`checked_stretch` without documents, for a call of a known kind, which needs no checks."""
     way = None if any_requires_grad(*problem[1:5], *_learned(state)) else True
     return Stretch(problem, state, window_size, None, way)
 
 
 def _learned(state: KeyState | None) -> tuple[Tensor, ...]:
-    """What of a state may require a gradient."""
+    """The tensors of a state that may require a gradient."""
     return () if state is None else (state.k, state.v, state.score)
 
 
 def _own_keys(problem: Problem) -> Keys:
-    """The keys of a problem that has a score for each."""
+    """The keys of a problem with a bias of one score per key."""
     return keys_of(*_own_parts(problem))
 
 
 def _own_parts(problem: Problem) -> NewKeys:
-    """The same as `keys_of` takes them."""
+    """The arguments of `keys_of` for such a problem: key, value, scores and mask."""
     bias, mask = problem.bias, problem.mask
     assert bias is not None
     key_mask = None if mask is None else key_only_mask(mask, problem.k.shape[1])
@@ -265,9 +275,10 @@ def _own_parts(problem: Problem) -> NewKeys:
 def _bounds(starts: Tensor, front: int, key_len: int) -> Tensor:
     """Boundaries of documents among `key_len` keys, of which the first `front` are a state's.
 
-    The first document reaches from there into the stretch, up to its first boundary.
+    int32, rising from 0 to key_len. The first document holds the keys of the state and those of the
+    stretch up to the first boundary in it.
     """
     places = (starts.clamp(max=key_len) + front).clamp(max=key_len).masked_fill(starts < 0, 0)
-    # Not by padding: its value would tie a graph that torch traces to one length.
+    # By cat instead of pad: the padding value key_len would tie a traced graph to one length.
     ends = places.new_zeros(1), places, places.new_full((1,), key_len)
     return torch.cat(ends).to(torch.int32)

@@ -1,8 +1,8 @@
 """Checks of single arguments, shared by every public function and class.
 
-Each check returns the value in the form in which the code goes on with it, or raises an error that
-names the argument, what it got and what it wanted. Nothing here knows about attention; the rules
-that relate several arguments to each other are in `dmattn.checks`.
+Each check returns the value in the form in which the code uses it from then on, or raises an error
+that names the argument, what it got and what it wanted. Nothing in this module knows about
+attention; the rules that relate several arguments to each other are in `dmattn.checks`.
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Private to torch. Without them, torch itself says what it cannot read.
+# Private to torch. In a release that lacks them, torch's own errors say what cannot be read.
 _IS_WRAPPED: Callable[[Tensor], bool] | None = getattr(
     torch._C._functorch, "is_functorch_wrapped_tensor", None
 )
@@ -24,7 +24,7 @@ _TINY, _LARGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 def describe(value: object) -> str:
-    """What an error message calls a value: short, and never the contents of a tensor."""
+    """A short description of a value for error messages, without the contents of tensors."""
     if isinstance(value, Tensor):
         return "a nested tensor" if value.is_nested else f"a tensor of shape {tuple(value.shape)}"
     text = repr(value)
@@ -46,7 +46,7 @@ def check_bool(name: str, value: Any) -> bool:
 
 
 def _is_numpy_bool(value: Any) -> bool:
-    """`bool_` until numpy 2, `bool` since; an array is none."""
+    """Whether it is a numpy bool scalar: its type is named `bool_` before numpy 2, `bool` since."""
     return type(value).__name__ in ("bool_", "bool") and hasattr(value, "dtype")
 
 
@@ -74,7 +74,7 @@ def check_int(name: str, value: Any, least: int | None = None, wanted: str | Non
             raise TypeError(f"{name}: got {describe(value)}, wanted {wanted}") from None
     if least is not None and value < least:
         raise ValueError(f"{name}: got {value}, wanted {wanted}")
-    # A length that is a symbol fits 64 bits. To compare it would narrow its range, which an export
+    # A symbolic length always fits 64 bits. Comparing it would narrow its range, which an export
     # without an upper bound does not allow.
     if not isinstance(value, torch.SymInt) and not torch.compiler.is_compiling():
         if value >= 2**63:
@@ -86,7 +86,10 @@ def check_int(name: str, value: Any, least: int | None = None, wanted: str | Non
 
 
 def refuse_jit_trace(what: str) -> None:
-    """Raise RuntimeError while torch.jit.trace records what depends on lengths as plain numbers."""
+    """Raise RuntimeError under torch.jit.trace, for calls that depend on lengths as plain numbers.
+
+    The trace would keep the lengths of its example. `what`: the call, for the error message.
+    """
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # has no types
         raise RuntimeError(
             f"torch.jit.trace: got {what}, whose lengths it would keep for inputs of every length; "
@@ -118,13 +121,13 @@ def check_number(name: str, value: Any, least: float | None = None) -> float:
 
 
 def check_float32(name: str, value: Any, least: float | None = None) -> float:
-    """A number as `check_number`, for arithmetic in float32: 0, or a normal number of that dtype.
+    """A finite number that is 0 or a normal number of float32, as a float.
 
-    One that becomes infinite or 0 there would make NaN out of products that are 0.
+    A number that becomes infinite or 0 in float32 could turn products that are 0 into NaN.
 
     Raises:
         TypeError: as `check_number`.
-        ValueError: as `check_number`, or it is too large or too small for float32.
+        ValueError: as `check_number`, or its size is not within the normal numbers of float32.
     """
     number = check_number(name, value, least)
     if number != 0 and not (_TINY <= number <= _LARGE or -_LARGE <= number <= -_TINY):
@@ -156,10 +159,10 @@ def check_optional_tensor(name: str, value: Any) -> Tensor | None:
 
 
 def check_mask(name: str, value: Any) -> Tensor:
-    """A bool tensor, True = attend; or the (batch, seqlen) of integers that tokenizers make.
+    """A bool mask, True = attend, from a bool tensor or from an integer one (batch, seqlen).
 
-    Integers mean True where they are not 0. Those of more dimensions are refused, as they may as
-    well be additive.
+    Integers, as tokenizers return them, mean True where they are not 0. Integer masks of other
+    ranks are refused, since they might be meant to be added to the logits.
 
     Raises:
         TypeError: it is no tensor, or of another dtype.
@@ -175,7 +178,13 @@ def check_mask(name: str, value: Any) -> Tensor:
 
 
 def check_longest(name: str, value: Any, bounds: Tensor) -> int:
-    """The length of the longest sequence; None asks the boundaries, for which the host waits.
+    """The length of the longest sequence, as an int.
+
+    Args:
+        name: the argument's public name.
+        value: what the caller gave: an integer, a tensor of one, or None to take the length from
+            the boundaries. For the latter two the host waits for the device.
+        bounds: integer (sequences + 1,), the boundaries of the sequences.
 
     Raises:
         TypeError: it is neither an integer, nor a tensor of one.
@@ -189,7 +198,7 @@ def check_longest(name: str, value: Any, bounds: Tensor) -> int:
 
 
 def is_integer(dtype: torch.dtype) -> bool:
-    """Whether a dtype is an integer one; bool is none."""
+    """Whether a dtype is an integer one; torch.bool does not count as one."""
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
@@ -209,7 +218,7 @@ def check_dtype(name: str, value: Any) -> torch.dtype:
 
 
 def check_device(value: Any, wanted: str = "a torch.device or its name") -> torch.device:
-    """The argument `device`; raises TypeError for what torch knows no device by."""
+    """The argument `device` as a torch.device; raises TypeError if torch cannot make one of it."""
     if torch.compiler.is_compiling():
         return torch.device(value)
     try:
@@ -237,8 +246,10 @@ def can_be_read(t: Tensor) -> bool:
 
 
 def has_values(t: Tensor) -> bool:
-    """Whether the host can look at the values at all: a compiler, a fake tensor and the meta device
-    have none, and what a transform of torch.func wraps may stand for many.
+    """Whether the host can read the values of a tensor at all.
+
+    Not under a compiler, of fake tensors, on the meta device, nor of tensors that a torch.func
+    transform has wrapped, which may stand for several.
     """
     if torch.compiler.is_compiling() or t.is_meta:
         return False
@@ -248,12 +259,12 @@ def has_values(t: Tensor) -> bool:
 
 
 def in_functorch() -> bool:
-    """Whether this call is within a transform, such as torch.func.grad."""
+    """Whether this call is within a transform of torch.func, such as torch.func.grad."""
     return _FUNCTORCH_LEVEL is not None and _FUNCTORCH_LEVEL() is not None
 
 
 def read_integers(t: Tensor) -> list[int]:
-    """The values of a tensor of one dimension that `has_values`."""
+    """The values of an integer tensor of one dimension for which `has_values` is true."""
     if in_functorch():
         return [int(n) for n in t]  # within torch.func.grad, older torch reads single numbers only
     values: list[int] = t.tolist()
@@ -261,7 +272,7 @@ def read_integers(t: Tensor) -> list[int]:
 
 
 def check_can_move(name: str, t: Tensor, device: torch.device | None) -> None:
-    """Raise ValueError for a tensor without values that is wanted on another device."""
+    """Raise ValueError for a tensor on the meta device that is wanted on another device."""
     if t.is_meta and device is not None and device.type != "meta":
         raise ValueError(f"{name}: got device meta, where there are no values, wanted {device}")
 
@@ -269,10 +280,10 @@ def check_can_move(name: str, t: Tensor, device: torch.device | None) -> None:
 def is_one_or(size: int, n: int) -> bool:
     """Whether a dimension of this size broadcasts to n.
 
-    Written as comparisons: `size in (1, n)` is False under torch.compile when one of the two is a
-    fixed number and the other a dynamic length that happens to be equal. Of a length that only the
-    data tell, torch.compile cannot say whether it is 1, but it knows that n is the same: equality
-    with n comes first, except for sizes that are plain numbers, which need no guard.
+    Written as comparisons: `size in (1, n)` is False under torch.compile if one of the two is a
+    fixed number and the other a dynamic length that happens to be equal. For a data-dependent
+    length torch.compile cannot decide whether it is 1, but it can know that it equals n; so
+    equality with n is tested first, except for plain ints, which need no guard.
     """
     return (isinstance(size, int) and size == 1) or size == n or size == 1
 

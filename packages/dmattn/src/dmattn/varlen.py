@@ -94,7 +94,7 @@ def flash_dmattn_varlen_func(
     *,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
-) -> Any: ...  # Tensor, or tuple of two
+) -> Any: ...  # a Tensor, or a tuple of two
 
 
 def flash_dmattn_varlen_func(
@@ -121,48 +121,50 @@ def flash_dmattn_varlen_func(
     """`flash_dmattn_func` for each of n sequences packed one behind the other, without padding.
 
     Sequence b has the query rows cu_seqlens_q[b] .. cu_seqlens_q[b + 1] - 1 and the keys
-    cu_seqlens_k[b] .. cu_seqlens_k[b + 1] - 1; either may be none. Rows see keys of their own
-    sequence only. Letters: Tq and Tk rows and keys of all sequences together, H query heads, HK
-    key/value heads, D and Dv head dimension of keys and of values.
+    cu_seqlens_k[b] .. cu_seqlens_k[b + 1] - 1; a sequence may have no rows, or no keys. Rows see
+    keys of their own sequence only. Letters: Tq and Tk number of rows and of keys of all sequences
+    together, H query heads, HK key/value heads, D and Dv head dimension of keys and of values.
 
-    On CUDA cu_seqlens are read by the kernels alone, so that the host never waits for them, and
-    cannot be checked: ones that do not rise from 0 to Tq and Tk, or a sequence longer than
-    max_seqlen says, give wrong results, but no access outside the tensors. On the CPU they raise
-    ValueError.
+    On CUDA only the kernels read cu_seqlens, so the host never waits for them and cannot check
+    them: boundaries that do not rise from 0 to Tq or Tk, or a sequence longer than its max_seqlen,
+    give wrong results, but no access outside the tensors. On the CPU they raise ValueError.
 
     Args:
         query: (Tq, H, D) with D at most 256; dtypes and views as for `flash_dmattn_func`.
-        key, value: (Tk, HK, D) and (Tk, HK, Dv) in the dtype of query; HK divides H. Dv as for
-            `flash_dmattn_func`.
+        key, value: (Tk, HK, D) and (Tk, HK, Dv) in the dtype of query; HK divides H. Dv is at most
+            256, and a slow path if it differs from D, as for `flash_dmattn_func`.
         cu_seqlens_q, cu_seqlens_k: int32 (n + 1,), on the device of query. None for cu_seqlens_k
             means that it is the same as cu_seqlens_q.
-        max_seqlen_q, max_seqlen_k: length of the longest sequence, or more.
-        attn_mask: bool, True = attend: (Tk, {H|HK|1}), alike for all rows of a sequence, or
-            (Tq, {H|HK|1}, max_seqlen_k), its columns counted from the first key of the row's own
-            sequence. With the first the cost follows the number of kept keys.
-        attn_bias: the dtype of query, or float32; shapes as attn_mask. -inf masks. Where its
-            gradient has columns behind the keys of a row's sequence, they are 0. Large causal calls
-            with a mask or a bias for each key take less time on Hopper where cu_seqlens_q and
-            cu_seqlens_k are one tensor and there is no softcap; some of their memory then grows
-            with max_seqlen_k.
+        max_seqlen_q, max_seqlen_k: number of rows (keys) of the longest sequence, or an upper bound
+            of it.
+        attn_mask: bool, True = attend: (Tk, {H|HK|1}), the same for all rows of a sequence, or
+            (Tq, {H|HK|1}, max_seqlen_k), where column c of a row stands for key c of the row's own
+            sequence. In the first form the cost follows the number of kept keys.
+        attn_bias: the dtype of query, or float32; shapes as attn_mask. A bias of -inf masks. In a
+            gradient of shape (Tq, heads, max_seqlen_k), columns beyond the last key of a row's
+            sequence are 0. Large causal calls with a mask or a bias for each key take less time on
+            Hopper if cu_seqlens_q and cu_seqlens_k are one tensor and there is no softcap; some of
+            their memory then grows with max_seqlen_k.
         softmax_scale: D ** -0.5 when None.
-        is_causal: the last row of each sequence sees its last key, the row before it one key less,
-            and so on.
+        is_causal: the last row of each sequence sees all keys of the sequence, the row before it
+            one key less, and so on.
         softcap, deterministic, backend: as for `flash_dmattn_func`.
         window_size: each row keeps only this many keys of its sequence, chosen as by
             `flash_dmattn_func`. attn_bias, and attn_mask if given, must then be (Tk, {H|HK|1}).
-            With is_causal, row i of a sequence stands at its key i + keys - rows. Where rows and
-            keys have other boundaries (or the host cannot know that they have not: on CUDA two
-            tensors at different places, under torch.compile two objects), each row is first moved
-            to its key. That is a slow path: it takes time and memory for Tk rows.
+            With is_causal, row i of a sequence with r rows and n keys stands at the position of key
+            i + n - r. If rows and keys may have different boundaries, each row is first moved to
+            the place of that key, which is a slow path: it takes time and memory for Tk rows.
+            Boundaries count as the same only if the host can tell without waiting: on the CPU if
+            they are equal, on CUDA if they are one tensor or lie at the same address, under
+            torch.compile and torch.func if they are one object.
         return_lse: also return the log-sum-exp of each row.
         sinks: (H,), as for `flash_dmattn_func`.
-        out: where to write the output, (Tq, H, Dv), as for `flash_dmattn_func`. It is filled by a
-            copy also where window_size moves rows to their keys.
+        out: where to write the output, (Tq, H, Dv), as for `flash_dmattn_func`. It is also filled
+            by a copy if window_size moves rows to their keys.
 
     Returns:
-        out (Tq, H, Dv) in the dtype of query: contiguous, or the tensor that was given. With
-        return_lse a tuple of that and lse (H, Tq) with the natural logarithm, float32 (float64 for
+        out (Tq, H, Dv) in the dtype of query: contiguous, or the tensor given as `out`. With
+        return_lse a tuple of out and lse (H, Tq) with the natural logarithm, float32 (float64 for
         float64 inputs), differentiable.
 
     Raises:
@@ -172,7 +174,7 @@ def flash_dmattn_varlen_func(
         RuntimeError: as for `flash_dmattn_func`.
     """
     operands = (query, key, value, attn_mask, attn_bias, sinks)
-    if return_lse is not False and return_lse is not True:  # not a part of a call's kind
+    if return_lse is not False and return_lse is not True:  # no part of a call's kind: check always
         return_lse = check_bool("return_lse", return_lse)
     bounds = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
     packing = (*bounds, max_seqlen_q, max_seqlen_k)
@@ -208,13 +210,13 @@ def flash_dmattn_varlen_func(
     )
     if packed.packing is not None:
         packed = _over_lists(packed, packed.packing, backend)
-    is_listed = packed.packing is None  # key lists for all sequences together
+    is_listed = packed.packing is None  # then it has key lists, for all sequences together
     into = out if moved is None else None
     found, lse = attend(packed, backend, into[None] if is_listed and into is not None else into)
     if kind is not None and not is_listed:
         remember(kind, operands, packed, backend)
     if is_listed:
-        found, lse = found.squeeze(0), lse.squeeze(0)  # whose backward copies nothing
+        found, lse = found.squeeze(0), lse.squeeze(0)  # the backward of squeeze copies nothing
     if moved is not None:
         found = torch.nn.functional.pad(found, (0, 0, 0, 0, 0, 1))[moved]
         lse = torch.cat((lse, lse_of_no_key(packed)), 1)[:, moved]
@@ -233,7 +235,8 @@ def explain_varlen(*arguments: Any, **options: Any) -> str:
         Some lines of text, for reading, as `dmattn.explain` does.
 
     Raises:
-        TypeError, ValueError: as `flash_dmattn_varlen_func`, except what single backends refuse.
+        TypeError, ValueError: as `flash_dmattn_varlen_func`, except for what only some backends
+            refuse, which is part of the text.
     """
     given = inspect.signature(flash_dmattn_varlen_func).bind(*arguments, **options)
     given.apply_defaults()
@@ -278,7 +281,10 @@ def _checked(
     out: Any = None,
     **settings: Any,
 ) -> tuple[Problem, Tensor | None]:
-    """What the arguments of `flash_dmattn_varlen_func` mean, as `_in_window` returns it."""
+    """The checked problem of the arguments of `flash_dmattn_varlen_func`, with its keys chosen.
+
+    Returns what `_in_window` returns.
+    """
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
     longest = check_int("max_seqlen_q", max_seqlen_q), check_int("max_seqlen_k", max_seqlen_k)
@@ -289,14 +295,14 @@ def _checked(
         check_scores(attn_bias)
     problem = checked_problem(query, key, value, attn_mask, attn_bias, packing, **settings)
     _check_boundaries(problem)
-    if out is not None:  # before keys are chosen, which is work
+    if out is not None:  # checked first, as choosing keys takes time
         operands = (query, key, value, attn_mask, attn_bias, settings["sinks"])
         check_out(out, problem, operands, packing[:2], "cu_seqlens_q and cu_seqlens_k")
     return (problem, None) if window is None else _in_window(problem, packing, window)
 
 
 def _check_boundaries(problem: Problem) -> None:
-    """Raise ValueError for boundaries that are wrong, where the host can look at them."""
+    """Raise ValueError for wrong boundaries, if the host can read them without waiting."""
     packing = problem.packing
     assert packing is not None
     if can_be_read(packing.cu_seqlens_q) and can_be_read(packing.cu_seqlens_k):
@@ -306,11 +312,11 @@ def _check_boundaries(problem: Problem) -> None:
 def _in_window(
     problem: Problem, packing: Packing, window_size: int
 ) -> tuple[Problem, Tensor | None]:
-    """What `window_size` amounts to: a mask per key, or (causal) key lists for all.
+    """Apply `window_size`: as a mask per key, or, if causal, as key lists over all sequences.
 
     Returns:
-        The problem for a backend; one over key lists has a batch of 1 and no packing. And for rows
-        that have been moved to their keys, where they are: int64 (Tq,), else None.
+        The problem for a backend; over key lists it has a batch of 1 and no packing. And where each
+        row has been moved to, int64 (Tq,), as `_rows_of_keys` returns it; None if rows stay.
     """
     bias, mask = _scores("attn_bias", problem.bias), problem.mask
     if mask is not None:
@@ -319,7 +325,7 @@ def _in_window(
         return problem.replace(bias=without_nan(bias)), None
     key_mask = None if mask is None else mask[None]
     scores, key_mask = same_heads(bias.detach()[None], key_mask)
-    # The only row of a sequence sees all its keys.
+    # If sequences have a single row each, causality hides nothing from it.
     if not problem.is_causal or packing.max_seqlen_q <= 1:
         sequence = _sequence_of_keys(packing.cu_seqlens_k, scores.shape[2])
         keep = best_keys(scores, window_size, key_mask, sequence)
@@ -335,7 +341,7 @@ def _in_window(
 
 
 def _as_one_sequence(problem: Problem, lists: Selection) -> Problem:
-    """With a batch of 1, and lists in place of the packing and of the mask, which is in them."""
+    """The packed problem as one of batch 1, with key lists instead of packing and mask."""
     bias = problem.bias
     return problem.replace(
         q=problem.q[None],
@@ -348,18 +354,19 @@ def _as_one_sequence(problem: Problem, lists: Selection) -> Problem:
     )
 
 
-# With fewer entries of query, to have lists made costs the host more time than they save.
+# If query has fewer entries, making lists costs the host more time than the lists save.
 _FEWEST_ENTRIES = 1 << 25
-# Lists may take one byte for so many of query, key and value.
+# Lists may take at most one byte for every 8 bytes of query, key and value.
 _PART_OF_OPERANDS = 8
 
 
 def _over_lists(problem: Problem, packing: Packing, backend: str | None) -> Problem:
-    """The same as one sequence, over lists of each sequence's keys, where the backend takes less
-    time for that; otherwise the problem as it is.
+    """The packed problem rewritten as one of batch 1 over lists of each sequence's own keys.
 
-    On an H200, 32768 tokens of sequences of 200 to 1800, 16 heads over 4, head_dim 128, a bias for
-    each key: 0.52 ms in place of 0.82, and 1.55 in place of 2.67 backward.
+    Done where the backend takes less time for that; otherwise returns the problem unchanged. On an
+    H200, for 32768 tokens in sequences of 200 to 1800, 16 query heads over 4 key/value heads,
+    head_dim 128 and a bias for each key, the forward takes 0.52 ms instead of 0.82 and the backward
+    1.55 ms instead of 2.67.
     """
     q, k, mask, bias = problem.q, problem.k, problem.mask, problem.bias
     of_keys = [t for t in (mask, bias) if t is not None]
@@ -367,7 +374,8 @@ def _over_lists(problem: Problem, packing: Packing, backend: str | None) -> Prob
         return problem
     if not all(map(is_per_key, of_keys)):
         return problem
-    # Compiled code has no lower limit: its lengths may be unknown, and lists cost its host no time.
+    # Compiled code has no lower limit: its lengths may be unknown, and lists take no host time in
+    # it.
     if torch.compiler.is_compiling():
         from dmattn.backends.constants import prefers_lists
     else:
@@ -378,14 +386,14 @@ def _over_lists(problem: Problem, packing: Packing, backend: str | None) -> Prob
     if not prefers_lists(q.device, q.dtype, backend):
         return problem
     total_k, heads = k.shape[0], 1 if mask is None else mask.shape[0]
-    # Of each token.
+    # Bytes per token: of query, key and value, and of the lists.
     row_bytes = (q.shape[1] + 2 * k.shape[1]) * q.shape[2] * q.element_size()
     list_bytes = 4 * heads * whole_blocks(packing.max_seqlen_k) // BLOCK_ROWS
     if packing.max_seqlen_k < 1 or _PART_OF_OPERANDS * list_bytes > row_bytes:
         return problem
     if _rows_of_keys(problem, packing) is not None:
         return problem
-    # Of equal scores the later keys are kept, here all of a sequence.
+    # All scores are equal and the window is the longest sequence, so every key is kept.
     scores = torch.zeros((), dtype=torch.float32, device=q.device).expand(1, heads, total_k)
     key_mask = None if mask is None else mask[None]
     bounds, longest = packing.cu_seqlens_k, packing.max_seqlen_k
@@ -394,10 +402,10 @@ def _over_lists(problem: Problem, packing: Packing, backend: str | None) -> Prob
 
 
 def _rows_of_keys(problem: Problem, packing: Packing) -> Tensor | None:
-    """int64 (Tq,): the key at whose position each row stands, Tk where there is none.
+    """int64 (Tq,): the index of the key at whose position each row stands; Tk if there is none.
 
-    None where the rows are the keys' own, one by one. Otherwise rows have to be moved, which is
-    slower and right in any case, so not noticing that the boundaries are equal does no harm.
+    None if row i is known to stand at key i for all rows. Otherwise rows have to be moved. That is
+    slower but always correct, so it does no harm if equal boundaries are not recognised as such.
     """
     cu_seqlens_q, cu_seqlens_k = packing.cu_seqlens_q, packing.cu_seqlens_k
     total_q, total_k = problem.q.shape[0], problem.k.shape[0]
@@ -413,7 +421,7 @@ def _rows_of_keys(problem: Problem, packing: Packing) -> Tensor | None:
 
 
 def _scores(name: str, operand: Tensor | None) -> Tensor:
-    """The operand, if it has an entry per key."""
+    """A mask or bias (heads, Tk) unchanged; ValueError if it is None or has another form."""
     if operand is None:
         raise ValueError(
             f"{name}: got None, wanted one score per key, by which window_size chooses"

@@ -1,1 +1,1 @@
-"""The implementations of attention, a folder each, and the registry that chooses among them."""
+"""The implementations of attention, one folder each, and the registry that chooses among them."""

@@ -1,4 +1,4 @@
-"""What an implementation of attention has to offer to be listed in the registry."""
+"""The interface of an implementation of attention, through which the registry uses it."""
 
 from abc import ABC, abstractmethod
 from typing import Any
@@ -11,7 +11,7 @@ from dmattn.problem import Gradients, Needs, Problem, Results
 
 
 class Graph(ABC):
-    """The graph of autograd behind a forward that is done."""
+    """The autograd graph of a forward that has been computed."""
 
     @abstractmethod
     def backward(
@@ -23,7 +23,7 @@ class Graph(ABC):
         needs: Needs,
         retain: bool,
     ) -> Gradients:
-        """As `Backend.backward`; releases what the graph holds unless it is to be retained."""
+        """As `Backend.backward`; releases what the graph holds unless `retain` is True."""
 
 
 # Query, key, value, mask, bias and key lists, as in a `Problem`.
@@ -31,9 +31,9 @@ Operands = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Selection
 
 
 class Prepared(ABC):
-    """What a backend has worked out for all calls of a kind, so that a small one takes little time.
+    """What a backend has worked out once for all calls of a kind, so that small calls are fast.
 
-    Without sinks and packing. It holds no tensors, and several threads may use it.
+    For calls without sinks and packing. It holds no tensors, and several threads may use it.
 
     Attributes:
         backend: the name of the backend.
@@ -70,14 +70,15 @@ class Backend(ABC):
     """One implementation of attention, forward and backward.
 
     Attributes:
-        name: what `backend=` and `get_available_backends` call it.
+        name: the name of the backend for `backend=` and in `get_available_backends`.
         devices: the types of the devices whose tensors it takes, such as "cuda".
-        by_name_only: those of the devices on which it is never chosen, unless a call names it.
-        goes_by_kind: whether the choice of it holds for later calls too: `unsupported` looks at
-            nothing but settings, and shapes, strides, dtypes and devices of operands, and no
-            backend before it in the list will take such a problem later. Then small calls are
-            faster.
-        keeps_graphs: whether `forward_with_graph` may return something.
+        by_name_only: the device types, out of `devices`, on which it is only chosen if a call names
+            it.
+        goes_by_kind: whether later calls of the same kind may use this backend without asking
+            again, which makes small calls faster. That needs that `unsupported` depends on nothing
+            but the settings and on shapes, strides, dtypes and devices of operands, and that no
+            backend before it in the list will support such a problem later.
+        keeps_graphs: whether `forward_with_graph` may return something other than None.
     """
 
     name: str
@@ -88,31 +89,35 @@ class Backend(ABC):
 
     @abstractmethod
     def unavailable(self) -> str | None:
-        """Why it cannot run on this machine, in words for a user; None when it can."""
+        """Why the backend cannot run on this machine, in words for a user; None if it can."""
 
     def unavailable_on(self, device: torch.device) -> str | None:
-        """Why it leaves this one of its devices to other backends; None when it does not.
+        """Why other backends should serve this device, of a type in `devices`; None if none should.
 
-        Asked at every call. What a user can put right, such as a package that is missing, is no
-        such reason: the forward raises it, so that nobody is served by a slower backend unasked.
+        Called whenever a backend is chosen. Something that a user can fix, such as a missing
+        package, is not to be returned here but raised by the forward, so that a slower backend does
+        not take over unnoticed.
         """
         return self.unavailable()
 
     @abstractmethod
     def unsupported(self, problem: Problem) -> list[Exception]:
-        """Why it cannot compute a checked problem on one of its devices; empty when it can.
+        """Why the backend cannot compute a checked problem on one of its devices; empty if it can.
 
-        Each reason is the error that a user gets who asks for this backend: a TypeError for a
-        dtype, a ValueError for all else, naming the argument, what it got and what is wanted.
+        Each reason is the error that a call raises which names this backend: a TypeError for a
+        dtype, a ValueError for anything else. It names the argument, what it got and what is
+        wanted.
         """
 
     def slow_paths(self, problem: Problem) -> list[str]:
-        """What makes this problem slower than one like it, each in a sentence for a user."""
+        """What makes this problem slower than similar ones, each in a sentence for a user."""
         return []
 
     def prefers_lists(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether, on this device, causal packed sequences with a mask or a bias for each key take
-        longer than the same over lists of the keys of each sequence.
+        """Whether packed sequences are better rewritten as key lists on this device.
+
+        The question is about causal packed sequences with a mask or a bias for each key: whether
+        they take longer than the same problem over lists of the keys of each sequence.
         """
         return False
 
@@ -121,41 +126,42 @@ class Backend(ABC):
         """Compute a checked problem that this backend supports.
 
         Args:
-            problem: what to compute; without sinks, as `dmattn.backends.sinks` adds them.
-            for_backward: whether the results are for a backward; if not, lse_rest is None.
+            problem: what to compute; without sinks, which `dmattn.backends.sinks` adds.
+            for_backward: whether a backward may follow; if not, lse_rest may be None.
 
         Raises:
             RuntimeError: it cannot run on this machine, or on the device of the problem.
         """
 
     def forward_into(self, problem: Problem, out: Tensor, for_backward: bool = True) -> Results:
-        """`forward`, with its output in `out`, which the results then hold.
+        """`forward` with its output written to `out`, which is then the `out` of the results.
 
-        A backend that can write there does so in a method of its own; this one copies.
+        This method copies; a backend that can write to `out` itself overrides it.
 
         Args:
             problem, for_backward: as for `forward`.
-            out: as `dmattn.outputs.check_out` wants it: of any strides with a contiguous head_dim.
+            out: a tensor that `dmattn.outputs.check_out` accepts, of any strides with a contiguous
+                head_dim.
         """
         results = self.forward(problem, for_backward)
         return results._replace(out=out.copy_(results.out))
 
     def slow_outputs(self, problem: Problem, out: Tensor) -> list[str]:
-        """What keeps it from writing straight into `out`, each in a sentence for a user."""
+        """Why the backend cannot write to `out` directly, each in a sentence for a user."""
         return [f"out is filled by a copy: backend {self.name!r} has an output of its own first"]
 
     def prepare(self, problem: Problem) -> Prepared | None:
-        """For further calls of the kind of this problem, which has been computed; None: nothing.
+        """A `Prepared` for later calls of the kind of this problem, or None.
 
-        Asked of backends that `goes_by_kind` only.
+        Called after the problem has been computed, and only if `goes_by_kind` is True.
         """
         return None
 
     def forward_with_graph(self, problem: Problem) -> tuple[Results, Graph] | None:
-        """`forward`, and a graph whose backward costs less than that from the results alone.
+        """`forward`, and a graph whose backward costs less than `backward`, or None.
 
-        None: there is none for such a problem, and nothing was computed. Asked for eager calls that
-        require gradients, also with sinks.
+        None if there is no such graph for the problem; then nothing was computed. Called in eager
+        calls that require gradients, also for problems with sinks.
         """
         return None
 
@@ -166,12 +172,12 @@ class Backend(ABC):
         """The gradients of a problem from what its forward returned.
 
         Args:
-            problem: as given to `forward`, but with the sinks if there are any.
-            results: as `forward` returned them; with sinks, they are in out and lse. So nothing is
-                to be done about them where the probabilities are exp(logits - lse). A backend that
-                sums its rows again has to count them.
+            problem: as given to `forward`, but including the sinks if there are any.
+            results: as `forward` returned them, but out and lse include the sinks. So a backend
+                that computes probabilities as exp(logits - lse) need not do anything about sinks;
+                one that sums the exponentials of its rows again has to add those of the sinks.
             dout: the gradient of out, in its shape and dtype, any strides.
-            dlse: the gradient of lse, or None where it is zero.
+            dlse: the gradient of lse, or None if it is zero.
             needs: the gradients to compute; the others are returned with shape (0,), and that of
                 the sinks as None.
         """

@@ -1,6 +1,6 @@
-"""What a compiler takes for a constant, as it cannot trace the question.
+"""Functions whose results torch.compile takes as constants, since it cannot trace them.
 
-To say so imports the compiler, so this is imported only where one is at work.
+The decorator for that imports the compiler, so this module is only imported while torch compiles.
 """
 
 import torch
@@ -10,5 +10,5 @@ from dmattn.backends import registry
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
 def prefers_lists(device: torch.device, dtype: torch.dtype, wanted: str | None) -> bool:
-    """As `registry.prefers_lists`."""
+    """`registry.prefers_lists`, as a constant of compiled code."""
     return registry.prefers_lists(device, dtype, wanted)

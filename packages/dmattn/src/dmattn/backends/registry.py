@@ -14,7 +14,7 @@ from dmattn.checks import StrideError
 from dmattn.problem import Problem
 from dmattn.validation import describe, one_of
 
-# A row a backend; of those that can compute a problem the first one does.
+# In order of preference: the first backend that can compute a problem is chosen.
 BACKENDS: list[Backend] = [CudaBackend(), TritonBackend(), CpuBackend(), FlexBackend()]
 
 
@@ -23,7 +23,8 @@ def get_available_backends() -> list[str]:
 
     "cuda" is listed when torch sees a GPU of sm_80 or later and the compiled kernels can be loaded;
     "triton" when triton is installed and torch sees a GPU, or TRITON_INTERPRET=1 is set; "cpu"
-    always; "flex" where torch has what it takes, by default only for what the others refuse.
+    always; "flex" when this release of torch has the parts of FlexAttention that are needed. "flex"
+    is last: without `backend=` it only gets calls that the others refuse.
     """
     return [backend.name for backend in BACKENDS if backend.unavailable() is None]
 
@@ -32,8 +33,8 @@ def named(name: str) -> Backend:
     """The backend of this name.
 
     Raises:
-        TypeError: it is no string.
-        ValueError: there is none.
+        TypeError: name is no string.
+        ValueError: there is no such backend.
     """
     if isinstance(name, str):
         for backend in BACKENDS:
@@ -60,13 +61,14 @@ def choose(problem: Problem, wanted: str | None = None) -> Backend:
 
     Args:
         problem: what to compute.
-        wanted: the name of a backend to insist on, or None for the first that can.
+        wanted: the name of a backend to insist on, or None for the first that can compute it.
 
     Raises:
-        TypeError, ValueError: no backend takes such a problem, or not the one that was asked for,
-            or the fastest would take it if an operand were contiguous.
-        RuntimeError: the backend that was asked for, or every one that takes such a problem, cannot
-            run on this machine.
+        TypeError, ValueError: no backend supports such a problem; the backend named by `wanted`
+            does not; or a backend would support it if an operand were contiguous, and no backend
+            before it in the list does (see `wants_a_copy`).
+        RuntimeError: the backend named by `wanted`, or every backend that supports such a problem,
+            cannot run on this machine.
     """
     if wanted is not None:
         backend = named(wanted)
@@ -96,9 +98,10 @@ def choose(problem: Problem, wanted: str | None = None) -> Backend:
 
 
 def prefers_lists(device: torch.device, dtype: torch.dtype, wanted: str | None) -> bool:
-    """`Backend.prefers_lists` of the backend that is wanted, or comes first for such a device.
+    """`Backend.prefers_lists` of the backend named by `wanted`, or of the first for such a device.
 
-    What it has to say against a problem is not asked: lists are another way to say the same.
+    False if none can run there. Whether that backend supports the problem is not checked: with
+    lists the problem is the same.
     """
     rows = [b for b in BACKENDS if _is_eligible(b, device)] if wanted is None else [named(wanted)]
     for backend in rows:
@@ -110,20 +113,21 @@ def prefers_lists(device: torch.device, dtype: torch.dtype, wanted: str | None) 
 
 
 def _is_eligible(backend: Backend, device: torch.device) -> bool:
-    """Whether a backend is chosen for such a device without being named."""
+    """Whether a backend may be chosen for such a device if no call names it."""
     return device.type in backend.devices and device.type not in backend.by_name_only
 
 
 def wants_a_copy(reasons: Sequence[Exception]) -> bool:
-    """Whether a backend would compute a problem if an operand were contiguous.
+    """Whether a backend would support a problem if operands were contiguous.
 
-    A slower backend does not stand in for a copy, which costs less: the caller decides.
+    A copy costs less than a slower backend. So no other backend takes over; an error is raised,
+    and the caller can make the copy.
     """
     return bool(reasons) and all(isinstance(reason, StrideError) for reason in reasons)
 
 
 def _all_of(refusals: list[Exception]) -> Exception:
-    """The first backend's refusal, with what the others say: one of them may know a way out."""
+    """The first refusal, with the messages of the others, which may name a way out, appended."""
     first, *others = refusals
     if not others:
         return first
@@ -152,12 +156,16 @@ def explain(
 
     Args:
         problem: what is to be computed.
-        wanted: the name of the backend that is insisted on, or None.
-        slow: what slows it down already before it reaches a backend.
-        out: what the caller gave for the output, if anything.
+        wanted: the name of the backend that the caller insists on, or None.
+        slow: notes on what makes it slow whichever backend computes it.
+        out: the tensor that the caller gave for the output, or None.
+
+    Returns:
+        Lines of text: the name of the backend, then the reasons and notes.
 
     Raises:
-        ValueError: there is no backend of the name that is wanted.
+        TypeError: wanted is no string.
+        ValueError: there is no backend with the name `wanted`.
     """
     rows = BACKENDS if wanted is None else [named(wanted)]
     if problem.q.is_meta:
@@ -172,7 +180,7 @@ def explain(
 def _look_through(
     rows: Sequence[Backend], problem: Problem, wanted: str | None
 ) -> tuple[Backend | None, list[str]]:
-    """The first of these that computes a problem, and why not the others, a line each."""
+    """The first of these backends that computes a problem, and a line for each other: why not."""
     lines, chosen, waits_for = [], None, ""
     for backend in rows:
         refusals = why_not(backend, problem)

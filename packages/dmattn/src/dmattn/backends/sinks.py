@@ -1,18 +1,19 @@
-"""Attention sinks, on top of whatever a backend computes.
+"""Attention sinks, added to what a backend computes without them.
 
 A sink is a logit of a query head that takes part in the softmax of each of its rows and has no
-value. A backend computes forward as if there were none, and what it returns is changed here:
+value. A backend computes the forward without sinks, and its results are changed here:
 
     lse' = logaddexp(lse, sink)
     out' = out * sigmoid(lse - sink)
 
-Its backward starts from out and lse: given out' and lse', the probabilities exp(logits - lse') are
-those beside a sink, and its gradients are right as they are. What is left is
+The backward of a backend starts from out and lse. Given out' and lse' it computes the probabilities
+exp(logits - lse'), which are those with the sink, so its gradients are correct without a change.
+Two gradients remain. That of the sink is
 
     dsink = sum over rows of exp(sink - lse') * (dlse' - sum over head_dim of dout * out')
 
-and, where a backend takes it that the dlogits of a row sum to dlse', as they do without a sink, the
-gradient of a bias that is the same for all keys: `bias_gradient_of_rows`.
+The other is the gradient of a bias that is the same for all keys, for backends that assume that the
+dlogits of a row sum to dlse', which only holds without a sink: `bias_gradient_of_rows`.
 """
 
 import math
@@ -27,15 +28,17 @@ from dmattn.problem import Gradients, Needs, Problem, Results, empty_gradients
 def forward(
     backend: Backend, problem: Problem, for_backward: bool = True, out: Tensor | None = None
 ) -> Results:
-    """`backend.forward`, with the sinks of the problem if it has any.
+    """The forward of a backend, with the sinks of the problem if it has any.
 
-    `backend.forward_into` where `out` is given; sinks change it in place.
+    Calls `backend.forward`, or `backend.forward_into` if `out` is given; sinks then change `out` in
+    place.
     """
     if problem.sinks is None:
         if out is None:
             return backend.forward(problem, for_backward)
         return backend.forward_into(problem, out, for_backward)
-    # With lse_rest in any case, so that the bits do not depend on whether a backward follows.
+    # lse_rest is always asked for, so that the result does not depend, in its last bits, on whether
+    # a backward follows.
     without = problem._replace(sinks=None)
     if out is None:
         results = backend.forward(without, True)
@@ -65,7 +68,7 @@ def backward(
 
 
 def _beside_sinks(results: Results, sinks: Tensor) -> Results:
-    """What a forward without sinks returned, changed in place for out."""
+    """The results with sinks from those without; `out` is changed in place."""
     out, lse, rest = results
     exact = _exact_lse(results)
     sink = sinks.to(exact.dtype)[:, None]
@@ -81,9 +84,10 @@ def _beside_sinks(results: Results, sinks: Tensor) -> Results:
 def bias_gradient_of_rows(
     problem: Problem, results: Results, dout: Tensor, dlse: Tensor | None
 ) -> Tensor:
-    """dbias for a bias of one column beside sinks, in the shape and dtype of the bias.
+    """With sinks, the gradient of a bias that is the same for all keys, in its shape and dtype.
 
-    All the dlogits of a row, that of the sink among them, sum to dlse.
+    It is the sum of the dlogits of a row over its keys. With that of the sink they sum to dlse, so
+    it is dlse less the dlogit of the sink.
     """
     sinks, bias = problem.sinks, problem.bias
     assert sinks is not None and bias is not None
@@ -91,20 +95,20 @@ def bias_gradient_of_rows(
     if dlse is not None:
         by_row += dlse.masked_fill(results.lse == -math.inf, 0.0)
     heads = bias.shape[1]
-    if heads > 1:  # those of the keys stand for groups of query heads
+    if heads > 1:  # if these are key/value heads, each stands for a group of query heads
         by_row = by_row.view(len(by_row), heads, -1, by_row.shape[-1]).sum(2)
     return by_row[..., None].sum_to_size(bias.shape).to(bias.dtype)
 
 
 def _gradient(sinks: Tensor, results: Results, dout: Tensor, dlse: Tensor | None) -> Tensor:
-    """(H,), of results beside sinks."""
+    """The gradient of the sinks, (H,), from results that include them."""
     by_row = _gradient_of_rows(sinks, results, dout, dlse)
     by_head = by_row.transpose(0, -2).flatten(1).sum(1)
     return by_head.to(sinks.dtype)
 
 
 def _gradient_of_rows(sinks: Tensor, results: Results, dout: Tensor, dlse: Tensor | None) -> Tensor:
-    """As lse, what each row has for its sink; nothing where lse = -inf, as if it kept nothing."""
+    """The dlogit of the sink in each row, in the shape of lse; 0 in rows with lse = -inf."""
     out, lse, _ = results
     exact = _exact_lse(results)
     weight = (sinks.to(exact.dtype)[:, None] - exact).exp_()
@@ -120,7 +124,7 @@ def _has_rest(results: Results) -> bool:
 
 
 def _exact_lse(results: Results) -> Tensor:
-    """lse as exactly as it is known: in float64 where the backend tells what its rounding cost."""
+    """lse as exactly as it is known: lse + lse_rest in float64 if there is a rest, else lse."""
     if not _has_rest(results):
         return results.lse
     assert results.lse_rest is not None

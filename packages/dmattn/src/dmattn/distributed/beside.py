@@ -1,4 +1,4 @@
-"""A second stream of a GPU, for work that goes on beside that of the current one."""
+"""A second CUDA stream, for work that runs at the same time as that of the current stream."""
 
 from functools import cache
 from typing import Any
@@ -8,18 +8,18 @@ import torch
 
 @cache
 def _stream(device: torch.device, is_urgent: bool) -> torch.cuda.Stream:
-    """One of each kind for all calls: streams are few."""
+    """One stream of each kind, for all calls: the number of streams is limited."""
     return torch.cuda.Stream(device, priority=-1 if is_urgent else 0)  # type: ignore[no-untyped-call]
 
 
 class Beside:
-    """Within `with`, work goes to a second stream, which waits for what came before.
+    """Within `with`, work goes to a second stream, which waits for what was enqueued before.
 
     There are two such streams. Thread blocks of the urgent one start before those of other streams
-    that wait for their turn: it is for work of few blocks that other ranks wait for, beside a
-    kernel of many.
+    that have not started yet: it is for work of few thread blocks that other ranks wait for, beside
+    a kernel of many thread blocks.
 
-    Tensors of the current stream that are used within have to live until `join`, and for tensors
+    Tensors of the current stream that are used within `with` have to live until `join`. For tensors
     that are made within and used outside, `hand_over` has to be called. On the CPU there is one
     stream, and all of this does nothing.
     """
@@ -41,7 +41,7 @@ class Beside:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
     def event(self) -> torch.cuda.Event | None:
-        """Behind all that the second stream was given so far; None on the CPU."""
+        """An event behind all that the second stream was given so far; None on the CPU."""
         return None if self._stream is None else self._stream.record_event()
 
     def join(self) -> None:
@@ -52,8 +52,8 @@ class Beside:
     def hand_over(self, *made: torch.Tensor) -> None:
         """Let the current stream use tensors that were made within, once it has waited for them.
 
-        Their memory may be given to other work of the second stream as soon as nobody refers to
-        them, and then waits for the current one, too.
+        Once nobody refers to them, their memory may be given to other work of the second stream,
+        which then waits for the current stream, too.
         """
         if self._stream is not None:
             current = torch.cuda.current_stream(self._stream.device)

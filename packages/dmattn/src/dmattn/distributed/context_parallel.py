@@ -1,8 +1,9 @@
 """Attention over a sequence in contiguous stretches, one on each rank of a process group.
 
-Rows of a stretch need, of everything before it, the `window_size` best keys of each head alone. So
-ranks exchange these, whatever the length of the sequence, and each attends to [the best keys before
-its stretch, its stretch] as if that were all. Every rank does the same work.
+Of everything before a stretch, its rows need only the `window_size` best keys of each head. So the
+ranks exchange these keys, whatever the length of the sequence, and each rank attends to [the best
+keys before its stretch, its stretch] as if that were the whole sequence. Every rank does the same
+work.
 """
 
 import zlib
@@ -37,8 +38,9 @@ from dmattn.validation import (
     is_one_or,
 )
 
-# States are gathered from all ranks up to this many bytes, and combined in rounds beyond. On few
-# ranks one collective costs less time than several with a choice of keys in between.
+# States (the best keys of each stretch) are gathered from all ranks if they have at most this many
+# bytes together, and combined in rounds otherwise. On few ranks one collective costs less time than
+# several with a choice of keys in between.
 GATHER_BYTES = 64 << 20
 
 
@@ -106,15 +108,16 @@ def context_parallel_attention(
 ) -> Any:
     """Causal attention with `window_size`, each rank holding a contiguous stretch of the sequence.
 
-    What `flash_dmattn_func(..., is_causal=True, window_size=w)` computes from the whole sequence,
-    each rank its own rows, gradients included. Rank 0 holds the beginning. Per head and sequence of
-    the batch a rank sends its w best keys, values and scores (in several rounds on many ranks), and
-    in the backward as many gradients, however long the sequence is.
+    The result is what `flash_dmattn_func(..., is_causal=True, window_size=w)` computes from the
+    whole sequence, on each rank for its own rows, gradients included. Rank 0 holds the beginning.
+    For each head and sequence of the batch a rank sends its w best keys with values and scores (in
+    several rounds on many ranks), and in the backward as many gradients, however long the sequence
+    is.
 
     Every rank of the group has to call this, and every rank has to run its backward if one does,
-    in the same order where there are several calls. Before anything else the ranks agree, on the
-    host, that their arguments go together; the GPU does not wait for that. A group that carries
-    tensors of GPUs alone gets a second one by gloo for it, at the first call.
+    in the same order where there are several calls. Before anything else the ranks check, on the
+    host, that their arguments go together; the GPU does not wait for that. For this, a group that
+    carries only tensors of GPUs gets a second group, by gloo, at the first call.
 
     Letters: B batch, S tokens of this rank, H query heads, HK key/value heads, D and Dv head
     dimension of keys and of values.
@@ -125,7 +128,7 @@ def context_parallel_attention(
         attn_bias: ({B|1}, {H|HK|1}, 1, S) or ({B|1}, {H|HK|1}, S), the scores of these keys: the
             dtype of query, or float32. With H heads where HK < H, keys and values are copied for
             each query head.
-        window_size: w, at least 1, the keys that each row keeps, of its own rank or of those
+        window_size: w, at least 1: how many keys each row keeps, of its own rank or of the ranks
             before.
         group: a process group, a DeviceMesh of one dimension, or a tuple of a DeviceMesh and one of
             its dimensions. None for all processes.
@@ -134,7 +137,7 @@ def context_parallel_attention(
         cu_seqlens: int32 or int64 (documents + 1,), rising from 0 to the length of the whole
             sequence, the same on all ranks: documents packed one behind the other, which may cross
             the borders between ranks. Ranks may then hold stretches of unequal lengths. As for
-            `select_keys`, a tensor on the GPU of query is taken as it is.
+            `select_keys`, the values of a tensor on the GPU of query are not checked.
         softmax_scale, softcap, deterministic: as for `flash_dmattn_func`.
         return_lse: also return the log-sum-exp of each row.
 
@@ -144,12 +147,13 @@ def context_parallel_attention(
 
     Raises:
         TypeError, ValueError: an argument is wrong on some rank, or the ranks' arguments do not go
-            together, such as stretches of unequal lengths without cu_seqlens. On every rank, before
-            keys are exchanged. Under torch.compile ranks find out about wrong shapes and dtypes
-            together; what a rank refuses while it compiles it raises alone.
+            together, such as stretches of unequal lengths without cu_seqlens. Raised on every rank,
+            before keys are exchanged. Under torch.compile all ranks find out about wrong shapes and
+            dtypes together; an error that a rank finds while it compiles is raised on that rank
+            alone.
         RuntimeError: torch.distributed is not initialised, the call is within a transform of
-            torch.func, another rank met an error of another kind while it looked at its arguments,
-            or a rank does not answer within the timeout of the group.
+            torch.func, another rank met an error of another kind while it checked its arguments, or
+            a rank does not answer within the timeout of the group.
     """
     ranks = ranks_of(group)
     settings = {"softmax_scale": softmax_scale, "softcap": softcap, "deterministic": deterministic}
@@ -185,7 +189,7 @@ def context_parallel_attention(
 
 
 def _asks_when_written(given: _Given, ranks: Ranks) -> KeysWritten | None:
-    """To send gradients of keys while those of queries are still being found."""
+    """For sending gradients of keys while those of queries are still being computed; or None."""
     if ranks.size == 1 or torch.compiler.is_compiling():
         return None
     if not given.score.is_cuda or not any(_needs(given)):
@@ -199,7 +203,8 @@ def _agreed(group: dist.ProcessGroup, arguments: tuple[Any, ...]) -> tuple[_Give
     problem = given.problem
     operands = problem.k, problem.v, given.score
     facts = operators.facts_of(*operands, given.cu_seqlens, given.window_size, _needs(given))
-    # Scores or a mask of query heads give the keys as many heads.
+    # With scores or a mask of query heads, the keys of `problem` have as many heads: ranks compare
+    # the number of heads that was passed.
     (batch, _, *key), (_, *value) = facts["key"], facts["value"]
     facts |= {"key": [batch, given.nheads_k, *key], "value": [given.nheads_k, *value]}
     facts["attn_bias"] = str(given.score.dtype)
@@ -236,7 +241,7 @@ def _checked(
     window_size = check_window_size(window_size, may_be_left_out=False)
     if not torch.compiler.is_compiling():
         _check_plain(query=query, key=key, value=value, attn_bias=attn_bias, attn_mask=attn_mask)
-    check_bool("return_lse", return_lse)  # of no use here, but to be refused before ranks exchange
+    check_bool("return_lse", return_lse)  # not used here, but refused before ranks exchange keys
     scores = check_scores(attn_bias)
     bias = scores.unsqueeze(2) if scores.dim() == 3 else scores
     problem = checked_problem(query, key, value, None, bias, sinks=None, is_causal=True, **settings)
@@ -262,8 +267,8 @@ def _checked(
 
 
 def _check_plain(**tensors: Any) -> None:
-    """Raise for a transform, whose calls each rank may repeat another number of times, and for a
-    DTensor, which may hold other tokens than those of this rank.
+    """Raise within a transform of torch.func, in which each rank may make another number of calls,
+    and for a DTensor, which may hold other tokens than those of this rank.
     """
     if in_functorch():
         raise RuntimeError(
@@ -315,14 +320,14 @@ def _same_heads(problem: Problem, score: Tensor) -> tuple[Problem, Tensor]:
 
 
 def _repeated(t: Tensor, heads: int, dim: int) -> Tensor:
-    """Each head as often as it takes to have this many."""
+    """`t` with each head repeated as often as it takes to have this many along `dim`."""
     if t.shape[dim] == heads:
         return t
     return t.repeat_interleave(heads // t.shape[dim], dim)
 
 
 def _whole_bounds(cu_seqlens: Any, device: torch.device) -> tuple[Tensor, list[int] | None]:
-    """The boundaries as int32 on a device, and on the host where that may read them."""
+    """The boundaries as int32 on a device, and as a list where the host may read them."""
     if isinstance(cu_seqlens, Tensor):
         stays = cu_seqlens.is_cuda and cu_seqlens.device == device
         if stays or torch.compiler.is_compiling():
@@ -344,13 +349,16 @@ def _needs(given: _Given) -> list[bool]:
 def _with_start_state(
     given: _Given, ranks: Ranks, lengths: list[int], written: KeysWritten | None
 ) -> tuple[Tensor, Tensor, Tensor, KeySelection]:
-    """Keys, values and scores with the start state in front, and what each row keeps of them."""
+    """Keys, values and scores with the start state in front, and which of them each row keeps.
+
+    The start state is the best keys of all stretches before that of this rank.
+    """
     problem, score, window = given.problem, given.score, given.window_size
     k, v, seqlen = problem.k, problem.v, problem.k.shape[1]
     if ranks.size == 1:
         return k, v, score, select_keys(score, window, cu_seqlens=given.cu_seqlens)
-    # What each rank sends has to be the same on all of them. Stretches of unequal lengths are
-    # possible with cu_seqlens alone, and how long they are a compiler does not know.
+    # All ranks have to send the same number of keys. Stretches of unequal lengths are possible with
+    # cu_seqlens alone; under torch.compile, nothing here knows how long those of other ranks are.
     longest = seqlen if given.cu_seqlens is None else max([1, *lengths]) if lengths else window
     count = smaller(window, longest)
     width = smaller(window, ranks.size * count)
@@ -372,7 +380,7 @@ def _with_start_state(
 
 
 def _row_bytes(k: Tensor, v: Tensor, score: Tensor) -> int:
-    """Of a state, for one token in all heads and sequences."""
+    """Bytes of one token of a state, in all heads and sequences of the batch."""
     batch, _, heads, head_dim = k.shape
     row = (head_dim + v.shape[3]) * k.element_size() + score.element_size()
     return batch * heads * row

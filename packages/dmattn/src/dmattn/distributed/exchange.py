@@ -5,10 +5,11 @@ of two neighbouring stretches is the best of both their states: `dmattn.KeyState
 gradients, as rows of bytes. Rank r needs the state of ranks 0..r-1, which is found in one of two
 ways:
 
-* gather: every rank gets the states of all others and takes the best of those before it. One
-  collective; each rank receives P - 1 states, of two ranks only the second one.
-* scan: in round t rank r sends what it knows of the 2^t ranks up to itself to rank r + 2^t. After
-  ceil(log2 P) rounds each rank knows all ranks before it; it sends one state a round.
+* gather: every rank gets the states of all others and takes the best of those before it. This is
+  one collective; each rank receives P - 1 states, but of two ranks only the second receives one.
+* scan: in round t, rank r sends to rank r + 2^t the state of the 2^t ranks that end with itself.
+  After ceil(log2 P) rounds each rank has the state of all ranks before it; it sends one state a
+  round.
 
 The backward goes the same way in reverse. All ranks enter the same collectives in the same order,
 also those that have nothing to send, and rank 0, which needs no state. Letters: P ranks, B batch,
@@ -42,7 +43,7 @@ class Place(NamedTuple):
 
     @property
     def start(self) -> int:
-        """Of the stretch of this rank."""
+        """Where the stretch of this rank starts."""
         return self.ends[self.rank - 1] if self.rank > 0 else 0
 
 
@@ -54,20 +55,20 @@ class Borders(NamedTuple):
 
 
 def rounds(size: int) -> int:
-    """Of the scan over `size` ranks."""
+    """How many rounds the scan over `size` ranks takes."""
     return (size - 1).bit_length()
 
 
 def best(score: Tensor, window: int) -> tuple[Tensor, Tensor]:
-    """The best of some keys, by place; of equal scores the later one.
+    """The places of the best of some keys; of equal scores the later one is better.
 
     Args:
         score: floating (B, N, L), -inf for keys that cannot be chosen. No gradient.
         window: how many to choose.
 
     Returns:
-        int64 (B, N, min(window, L)), ascending, 0 for none behind those that there are; and bool,
-        which entries are places of keys.
+        int64 (B, N, min(window, L)): the places in ascending order, then 0 in entries without one;
+        and bool, which entries are places of keys.
     """
     count = min(window, score.shape[2])
     lists = select_keys(score, None, window, 1, False, direct=True)
@@ -76,15 +77,15 @@ def best(score: Tensor, window: int) -> tuple[Tensor, Tensor]:
 
 
 def best_scores(score: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`best`, with where they are: int64 (B, N, l) to read from, 0 for none; their scores, -inf for
-    none; and int64 places, L for none.
+    """The keys that `best` finds: int64 (B, N, l) places to read from, 0 for none; the scores, -inf
+    for none; and the places again, L for none.
     """
     at, known = best(score, window)
     return at, score.gather(2, at).where(known, -torch.inf), at.where(known, score.shape[2])
 
 
 def without(score: Tensor, is_visible: Tensor | bool) -> Tensor:
-    """The scores, or -inf for all of them."""
+    """The scores, or -inf where they are not visible."""
     if isinstance(is_visible, bool):
         return score if is_visible else torch.full_like(score, -torch.inf)
     return score.where(is_visible, -torch.inf)
@@ -114,15 +115,15 @@ class Sending(NamedTuple):
 def start_gather(place: Place, own: Tensor, beside: Beside) -> Sending:
     """Send this rank's part of a state, contiguous (B, N, m, ...), to the ranks behind it.
 
-    It is there on the stream `beside`. What is received has a first dimension of ranks, in order:
-    at least those before this one.
+    `own` is ready on the stream `beside`. What is received has a first dimension of ranks, in
+    order: at least those before this one.
     """
     if place.size == 2:
-        # The second rank has nobody behind it, and a send alone takes less time: 0.021 ms for the
+        # No rank is behind the second one, and a single send takes less time: 0.021 ms for the
         # states of 2048 keys of 4 heads, where gathering them takes 0.037 (H200s, NVLink).
         before, count = own.new_empty((place.rank, *own.shape)), own.numel()
         received, sent = before.view(-1), own.view(-1)[: (1 - place.rank) * count]
-        beside.follow()  # for what may still use the memory that `received` got
+        beside.follow()  # earlier work may still use the memory of `received`
         with beside:
             dist.all_to_all_single(
                 received,
@@ -151,8 +152,8 @@ def choose_gathered(
 
     Returns:
         The scores (B, N, l) of its l <= W rows, -inf where there is no key; and int64 (B, N, l),
-        where each row is among the rank * m of the ranks before, that number for none. None in the
-        place of the last where all are taken.
+        the place of each row among the rank * m rows of the ranks before, rank * m for none. None
+        instead of the places if all of these rows are taken.
     """
     rank, count = place.rank, everybody.shape[3]
     score = _one_after_the_other(everybody[:rank])
@@ -166,9 +167,9 @@ def choose_gathered(
 
 
 def take_gathered(place: Place, everybody: Tensor, places: Tensor | None) -> Tensor:
-    """The rows of the start state, uint8 (B, N, l, R), of all ranks' (P, B, N, m, R).
+    """The rows of the start state, uint8 (B, N, l, R), out of those of all ranks, (P, B, N, m, R).
 
-    `places`: as `choose_gathered` returns them. Entries of no key get the row of some key.
+    `places`: as `choose_gathered` returns them. Entries without a key get the row of some key.
     """
     rows = _one_after_the_other(everybody[: place.rank])
     return rows if places is None else take(rows, places.clamp(max=rows.shape[2] - 1))
@@ -179,7 +180,7 @@ def _one_after_the_other(everybody: Tensor) -> Tensor:
     return everybody.movedim(0, 2).flatten(2, 3)
 
 
-def pick(layout: Rows, rows: Tensor, score: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+def pick(rows: Tensor, score: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """The best of (B, N, L) rows by score (B, N, L): rows, scores, and int64 places, L for none."""
     at, chosen, places = best_scores(score, width)
     return take(rows, at), chosen, places
@@ -198,7 +199,8 @@ def send_back(
         count: m.
 
     Returns:
-        The gradients by each later rank, each part (P - 1 - rank, B, N, m, width).
+        The gradients that each later rank has sent to this one, each part
+        (P - 1 - rank, B, N, m, width).
     """
     rank, (batch, heads, width) = place.rank, parts[0].shape[:3]
     if takes_all(place, width, count):
@@ -274,8 +276,8 @@ def scan(
 
     Returns:
         The start state of this rank, uint8 (B, N, W, R); its score (B, N, W), -inf where there is
-        no key; and int64 (rounds, 2, B, N, W): of each round where the rows of the start state, and
-        of what is known up to this rank, were among the 2 W of before.
+        no key; and int64 (rounds, 2, B, N, W): for each round, the places of the rows of the start
+        state, and of the state up to this rank, among the 2 W rows that they were chosen from.
     """
     width = own.shape[2]
     upto, before = own, None
@@ -293,10 +295,10 @@ def scan(
         )
         old = own if before is None else before
         before, before_score, places = pick(
-            layout, torch.cat((theirs, old), 2), torch.cat((seen, before_score), 2), width
+            torch.cat((theirs, old), 2), torch.cat((seen, before_score), 2), width
         )
         upto, upto_score, upto_places = pick(
-            layout, torch.cat((theirs, upto), 2), torch.cat((theirs_upto, upto_score), 2), width
+            torch.cat((theirs, upto), 2), torch.cat((theirs_upto, upto_score), 2), width
         )
         _score(layout, upto).copy_(upto_score)
         all_places += [places, upto_places]
@@ -312,7 +314,7 @@ def scan_back(
     Args:
         place: this rank.
         layout: of the gradients' rows.
-        parts: those of the start state, each (B, N, W, width).
+        parts: the gradients of the start state, each (B, N, W, width).
         all_places: as `scan` returns them.
     """
     before, width = layout.pack(parts), parts[0].shape[2]
@@ -333,12 +335,14 @@ def scan_back(
 
 
 def _seen(score: Tensor, border: int, document: Tensor | None) -> Tensor:
-    """Scores of keys that lie before `border`, as they count for tokens of a document behind it.
+    """Scores of keys that lie before `border`, as tokens of a document behind it see them.
+
+    All are -inf where the document begins at the border or behind it.
 
     Args:
         score: (B, N, L).
         border: the first token behind the keys; 0 where there are none.
-        document: int64 (), where the document begins; None: with the sequence.
+        document: int64 (), where the document begins; None: where the sequence begins.
     """
     if border == 0:
         return without(score, False)
@@ -346,7 +350,7 @@ def _seen(score: Tensor, border: int, document: Tensor | None) -> Tensor:
 
 
 def _score(layout: Rows, rows: Tensor) -> Tensor:
-    """(B, N, L), a view."""
+    """The scores (B, N, L) in some rows, a view."""
     return layout.parts(rows)[-1][..., 0]
 
 

@@ -1,4 +1,4 @@
-"""Process groups: what callers may name one by, and the ranks' agreement before they exchange keys.
+"""Process groups: how callers may name one, and how ranks agree before they exchange keys.
 
 A rank that raised an error by itself would leave the others waiting in a collective. So ranks first
 tell each other, on the host, what they were called with or what was wrong with it, and all of them
@@ -20,7 +20,7 @@ from dmattn.validation import describe
 # dimensions. None is the default group, of all processes.
 Group = dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str] | None
 
-# Of one tensor from each rank, into one; the second name is that of older torch.
+# Gathers one tensor of each rank into one; the second name is the one in older torch.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _WANTED = (
@@ -36,8 +36,8 @@ _ERRORS: dict[str, type[Exception]] = {
     "RuntimeError": RuntimeError,
 }
 _c10d: Any = distributed_c10d  # many of its names have no types
-# For groups that cannot carry tensors of the CPU, by their ranks: a gloo backend, and the group of
-# all processes that there was when it was made.
+# For groups that cannot carry tensors of the CPU. Keys: the ranks of the group. Values: a gloo
+# backend, and what the group of all processes was when that backend was made.
 _host_backends: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
 
@@ -51,7 +51,7 @@ class Ranks(NamedTuple):
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
 def ranks_of(group: Group) -> Ranks:
-    """Raises as `process_group`."""
+    """What a compiler has to know of `group`; raises as `process_group`."""
     found = process_group(group)
     return Ranks(found.group_name, dist.get_rank(found), dist.get_world_size(found))
 
@@ -60,7 +60,7 @@ def process_group(group: Any) -> dist.ProcessGroup:
     """The process group that an argument means.
 
     Raises:
-        TypeError: it is none of `Group`.
+        TypeError: it is nothing that `Group` allows.
         ValueError: a mesh has several dimensions and none is named, or it lacks the one that is
             named, or this process is not in the group.
         RuntimeError: torch.distributed is not initialised.
@@ -113,9 +113,9 @@ def by_name(name: str) -> dist.ProcessGroup:
 def agree(
     group: dist.ProcessGroup, facts: Mapping[str, Any], error: Exception | None = None
 ) -> list[dict[str, Any]]:
-    """What every rank of the group was called with, by rank; every rank has to call this.
+    """The facts of every rank of the group, in order of rank; every rank has to call this.
 
-    The ranks meet on the host, which does not wait for a GPU.
+    The ranks exchange them on the host, which does not wait for a GPU.
 
     Args:
         group: the ranks.
@@ -135,7 +135,7 @@ def agree(
         if "error" in said:
             raise _ERRORS[said["kind"]](f"on rank {rank} of the group: {said['error']}")
     known = [said["facts"] for said in everybody]
-    # Names that some rank does not know differ, too, and all ranks have to find that out.
+    # A name that is missing on some rank is a difference, too, which all ranks have to notice.
     for name in dict.fromkeys(name for there in known for name in there):
         values = [there.get(name) for there in known]
         if not name.startswith("_") and any(value != values[0] for value in values):
@@ -145,9 +145,9 @@ def agree(
 
 
 def prepare(group: Group, work: Callable[[], _T]) -> _T:
-    """What `work` returns, which each rank does by itself before all of them agree.
+    """What `work` returns, which each rank runs by itself before all of them agree.
 
-    An error in it is told to the others, which raise it, too, where they come to agree.
+    If it raises an error, the other ranks are told, and raise it, too, when they call `agree`.
 
     Raises:
         Exception: that of `work`.
@@ -165,15 +165,15 @@ def _as_message(facts: Mapping[str, Any], error: Exception | None) -> bytes:
     kind = next((name for name, kind in _ERRORS.items() if isinstance(error, kind)), "RuntimeError")
     text = str(error)[: MESSAGE_BYTES // 8]
     message = json.dumps({"kind": kind, "error": text}).encode()
-    if len(message) > MESSAGE_BYTES:  # twelve bytes a character beyond the basic plane
+    if len(message) > MESSAGE_BYTES:  # JSON has twelve bytes for some characters
         message = json.dumps({"kind": kind, "error": text[: MESSAGE_BYTES // 16]}).encode()
     return message
 
 
 def _all_gather(group: dist.ProcessGroup, message: bytes) -> list[dict[str, Any]]:
-    # Filled up with blanks, which JSON ignores. Bytes as a list: a bytearray would be shared.
+    # Filled up with blanks, which JSON ignores.
     mine = torch.frombuffer(bytearray(message.ljust(MESSAGE_BYTES)), dtype=torch.uint8)
-    # Read in its own memory: a transform of torch.func lets nobody look into tensors.
+    # Read from this memory: within a transform of torch.func nobody can read values of tensors.
     received = bytearray(dist.get_world_size(group) * MESSAGE_BYTES)
     everybody = torch.frombuffer(received, dtype=torch.uint8)
     if _carries_cpu(group):
@@ -186,10 +186,11 @@ def _all_gather(group: dist.ProcessGroup, message: bytes) -> list[dict[str, Any]
 
 
 def _host_backend(group: dist.ProcessGroup) -> Any:
-    """Gloo among the ranks of a group; made at the first call.
+    """A gloo backend for the ranks of a group; made at the first call.
 
-    Not by `dist.new_group`: where only the ranks of a group call it, it names the new one after how
-    many groups a process has, and ranks that have unequal numbers would wait for each other.
+    Not made by `dist.new_group`: if only the ranks of a group call that, it names the new group by
+    the number of groups that a process has, and ranks with unequal numbers would wait for each
+    other.
     """
     ranks = tuple(dist.get_process_group_ranks(group))
     made, world = _host_backends.get(ranks, (None, None))

@@ -4,14 +4,16 @@
         -> (k, v, score, bounds, own, places)
     join_start_state_backward(dk, dv, dscore, own, places, <settings>) -> (dk, dv, dscore)
 
-The first puts the start state of this rank in front of its own keys, with empty entries in between
-that make it whole blocks of rows, so that the lists of the own rows can be cut out of the lists.
+The first puts the start state of this rank in front of its own keys, and in front of that empty
+entries, which make both together whole blocks of rows, so that the lists of the rank's own rows can
+be cut out of the lists of all rows.
 It is one node of autograd on every rank, so that the backward of every rank enters the same
 collectives. Being opaque to compilers, it runs under torch.compile as it is. While the state is on
 its way the rank's own keys are copied to their place.
 
-Plain eager calls take the same functions without the operator, as in `dmattn.dispatch`. The first
-rank, which has no start state, then copies nothing: an operator may not return its inputs.
+Plain eager calls use the same functions without the operator, as in `dmattn.dispatch`. The first
+rank, which has no start state, then copies nothing. With the operator it has to copy its keys,
+since an operator may not return its inputs.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -36,7 +38,7 @@ from dmattn.ops.selection import select_keys
 
 
 class Settings(NamedTuple):
-    """The arguments of the operators behind the tensors."""
+    """The arguments of the operators that come after the tensors."""
 
     group: str  # its name
     ranks: int  # P
@@ -67,7 +69,7 @@ Joined = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _layout(*parts: Tensor) -> Rows:
-    """Of rows for k (B, S, N, D), v (B, S, N, Dv) and score (B, N, S), or some of them."""
+    """The layout of rows of k (B, S, N, D), v (B, S, N, Dv), score (B, N, S), or some of them."""
     return Rows([Field(t.shape[3] if t.dim() == 4 else 1, t.dtype) for t in parts])
 
 
@@ -78,7 +80,7 @@ def _empty_joined(
     cu_seqlens: Tensor | None,
     *settings: Any,
 ) -> Joined:
-    """Results to be filled."""
+    """Uninitialised tensors for the results."""
     given = Settings(*settings)
     batch, seqlen, heads, _ = k.shape
     documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] + 1
@@ -123,12 +125,13 @@ def join_start_state(
         score: (B, N, S).
         cu_seqlens: int32 (documents + 1,), of the whole sequence, or None.
         settings: the same on all ranks.
-        written: will know when attention's backward has written the gradients of what is returned,
-            if that is to be asked.
+        written: records an event when attention's backward has written the gradients of what is
+            returned; None if nobody waits for it.
 
     Returns:
         k (B, F + S, N, D), v and score likewise. F rows are in front of those of this rank: whole
-        blocks with room for W keys, or none on the first rank. And the lists of the S rows.
+        blocks with room for W keys; in a plain eager call without a scan none on the first rank.
+        And the lists of the S rows.
     """
     given = (k, v, score, cu_seqlens, *settings)
     if not torch.compiler.is_compiling() and is_direct(k, v, score, cu_seqlens):
@@ -170,15 +173,15 @@ def _join_at(
 ) -> tuple[Joined, Selection | None]:
     """The results of the operator, and which keys each row keeps, if asked to `choose` them.
 
-    Scores travel before keys and values, so that keys are chosen while these are still on their
-    way; meanwhile this rank's own keys are copied to their place.
+    Scores travel before keys and values, so that keys are chosen while keys and values are still on
+    their way; meanwhile this rank's own keys are copied to their place.
 
-    `may_alias`: whether the first rank may return the keys as they are, nothing in front.
+    `may_alias`: whether the first rank may return the keys as they are, with nothing in front.
     """
     (k, v, score), seqlen = keys, keys[0].shape[1]
     borders = None if cu_seqlens is None else _borders(place, cu_seqlens)
     before = 0 if may_alias and place.rank == 0 else whole_blocks(given.width)
-    # Of the rows that travel. Those of a scan are combined on their way, by their scores.
+    # Of the rows that travel. In a scan they have scores, by which they are combined on their way.
     layout = _layout(*keys) if given.is_scan else _layout(k, v)
     travel = Beside(k.device, urgent=True)
     own = _own_state(place, layout, keys, given, borders, travel)
@@ -197,7 +200,7 @@ def _join_at(
         else:
             its_score, at = exchange.choose_gathered(place, sending[0].wait(), given.width, borders)
             places = _empty_places(k, given) if at is None else at[None, None]
-        travel.follow()  # the choice of rows, or the rows of a scan
+        travel.follow()  # waits for the choice of rows, or for the rows of a scan
         joined_score = score if before == 0 else _behind(its_score, score, before)
         bounds = _bounds(place, cu_seqlens, before, seqlen, k)
         lists = _lists(joined_score, cu_seqlens, bounds, given, seqlen) if choose else None
@@ -216,7 +219,7 @@ def _join_at(
 
 
 def _behind(first: Tensor, score: Tensor, before: int) -> Tensor:
-    """(B, N, before + S): the scores of a start state, as the last in front of others."""
+    """(B, N, before + S): -inf, then the scores of a start state, then other scores."""
     empty = before - first.shape[2]
     if empty == 0:
         return torch.cat((first, score), 2)
@@ -224,7 +227,7 @@ def _behind(first: Tensor, score: Tensor, before: int) -> Tensor:
 
 
 def _put_in_front(joined: Tensor, rows: Tensor, before: int) -> None:
-    """Put (B, l, N, width) into the last of the `before` entries in front, zeros before them."""
+    """Put (B, l, N, width) into the last of the first `before` entries, zeros before them."""
     empty = before - rows.shape[1]
     joined[:, empty:before].copy_(rows)
     if empty > 0:
@@ -234,7 +237,7 @@ def _put_in_front(joined: Tensor, rows: Tensor, before: int) -> None:
 def _place(
     k: Tensor, v: Tensor, score: Tensor, cu_seqlens: Tensor | None, given: Settings
 ) -> Place:
-    """Where this rank stands; the ranks agree now if they have not before."""
+    """Where this rank stands; the ranks agree now if they have not done so before."""
     group, lengths = by_name(given.group), given.lengths
     if len(lengths) == 0:
         facts = facts_of(k, v, score, cu_seqlens, given.window, given.needs)
@@ -276,9 +279,10 @@ def _borders(place: Place, cu_seqlens: Tensor) -> Borders:
 
 
 def _as_index(own: Tensor, place: Place) -> Tensor:
-    """int64 (B, N, m), key 0 for none; found in the forward, since ranks wait for the backward.
+    """The keys as int64 (B, N, m), 0 for none.
 
-    Nothing certain on the last rank, for whose keys nobody sends gradients.
+    Made in the forward, since in the backward other ranks wait. Uninitialised on the last rank, for
+    whose keys nobody sends gradients.
     """
     is_last = place.rank == place.size - 1
     return own.new_empty(own.shape, dtype=torch.int64) if is_last else own.clamp(min=0).long()
@@ -290,7 +294,7 @@ class _OwnState(NamedTuple):
     at: Tensor  # int32 (B, N, m): its keys, -1 for none
     rows: Tensor  # uint8 (B, N, m, R)
     score: Tensor  # (B, N, m), -inf for no key; in a scan a part of the rows
-    found_from: tuple[Tensor, ...]  # has to live until these are there
+    found_from: tuple[Tensor, ...]  # has to live until the others are computed
 
 
 def _own_state(
@@ -301,10 +305,10 @@ def _own_state(
     borders: Borders | None,
     travel: Beside,
 ) -> _OwnState:
-    """The state of this rank's stretch; of nothing certain on the last rank, which sends none.
+    """The state of this rank's stretch; uninitialised on the last rank, which sends none.
 
-    It is there on the stream `travel`, which takes it along while the current one goes on to choose
-    keys for the rank's own rows; of a scan, on the current stream.
+    It is ready on the stream `travel`, which sends it while the current stream goes on to choose
+    keys for the rank's own rows; for a scan, it is ready on the current stream.
     """
     k, v, score = keys
     batch, heads, seqlen = score.shape
@@ -314,7 +318,7 @@ def _own_state(
     to_k, to_v, *to_score = layout.parts(rows)
     its_score = to_score[0][..., 0] if given.is_scan else score.new_empty(shape)
     own = _OwnState(at, rows, its_score, ())
-    if place.rank == place.size - 1:  # there is nobody behind it, who would read its rows
+    if place.rank == place.size - 1:  # no rank is behind it that would read its rows
         return own
     if seqlen == 0:
         rows.zero_()
@@ -348,7 +352,8 @@ def _bounds(
 ) -> Tensor:
     """Boundaries of documents among `before` keys of the start state and the rank's own.
 
-    The first document holds the start state too. int32 (0,), as `like`, where there are none.
+    The first document includes the start state. int32 (0,), on the device of `like`, where there
+    are no documents.
     """
     if cu_seqlens is None:
         return like.new_empty((0,), dtype=torch.int32)
@@ -395,19 +400,20 @@ def _own_gradients(
     may_change: bool,
     after: torch.cuda.Event | None,
 ) -> list[Tensor | None]:
-    """The gradients of this rank's own keys, with what the ranks behind have found for them.
+    """The gradients of this rank's own keys, to which those from the ranks behind are added.
 
-    On a GPU they travel, where `after` is given, beside what attention's backward has left to do:
-    the gradients of queries.
+    On a GPU, where `after` is given, gradients travel while attention's backward still does what it
+    has left to do: the gradients of queries.
 
     Args:
-        needed: of the joined keys, those that `given` needs of k, v and score.
+        needed: the gradients of the joined k, v and score, those of them that `given` needs.
         own, places: as the forward returned them.
         given: its settings.
         seqlen: S.
-        may_change: whether to add in place what was found, and to return views, rather than copy
-            the gradients.
-        after: when the gradients are there; None: with all that the current stream was given.
+        may_change: whether to add to `needed` in place, and to return views of it, rather than
+            copy the gradients.
+        after: an event behind which the gradients are there; None: they are there behind all that
+            the current stream was given.
     """
     group, width = by_name(given.group), given.width
     # Where the stretches end plays no part here.
@@ -425,7 +431,7 @@ def _own_gradients(
         if not may_change:
             grads = [t.clone(memory_format=torch.contiguous_format) for t in grads]
         elif given.needs[2]:
-            grads[-1] = grads[-1].contiguous()  # few numbers, of which each head's lie apart
+            grads[-1] = grads[-1].contiguous()  # small; the heads' parts lie apart in memory
         is_first_copied = not may_change or grads[0].dim() == 3
         if seqlen > 0 and place.rank < given.ranks - 1:
             beside.join()
@@ -448,8 +454,8 @@ def _own_gradients(
 def _of_state(joined: Tensor, seqlen: int, width: int) -> Tensor:
     """(B, N, W, D) or (B, N, W, 1): the gradients of a start state, a view.
 
-    They are those of the last entries in front of the `seqlen` own keys. Where the first rank has
-    none in front, it has no start state.
+    They are those of the last entries in front of the `seqlen` own keys. If the first rank has no
+    entries in front, there is no start state.
     """
     dim = _DIM_OF_KEYS[joined.dim()]
     width = min(width, joined.shape[dim] - seqlen)
@@ -467,8 +473,8 @@ def _summed(part: Tensor) -> Tensor:
 def _add(grad: Tensor, own: Tensor, rows: Tensor) -> None:
     """Add rows (B, N, m, width) to the gradients of the keys at int64 (B, N, m).
 
-    Each key is there once. Rows of no key stand for key 0 and are zeros, since nothing attends to
-    them; in which order they are added makes no difference.
+    Each key occurs once. Rows without a key are added to key 0 and are zeros, since nothing attends
+    to them; so the order of the additions makes no difference.
     """
     if grad.dim() == 3:
         grad.scatter_add_(2, own, rows[..., 0])
@@ -499,11 +505,11 @@ def _by_operator(
 
 
 class _Eager(torch.autograd.Function):
-    """The operator without the dispatcher of torch, and without copies that it cannot do without.
+    """The operator without torch's dispatcher, and without the copies that an operator has to make.
 
     The first rank gets its own keys back. No rank copies gradients: those of the joined keys are
-    new tensors, which attention alone has made, and autograd hands them to nobody else. A hook on
-    the node of attention that keeps them sees what the exchange adds to them.
+    new tensors made by attention, and autograd hands them to nobody else. But a hook on the node of
+    attention that keeps them sees what the exchange adds to them.
     """
 
     @staticmethod
@@ -518,17 +524,19 @@ class _Eager(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         given = Settings(*settings)
         place = _place(k, v, score, cu_seqlens, given)
-        # Detached, the keys that come back are no views to autograd, but know of changes in place.
+        # Detached, keys that are returned as they are are no views for autograd, but still notice
+        # changes in place.
         keys = k.detach(), v.detach(), score.detach()
         may_alias = not given.is_scan
         found, lists = _join_at(place, keys, cu_seqlens, given, may_alias, choose=True)
         assert lists is not None
         ctx.settings = settings
         ctx.mark_non_differentiable(*found[3:], *lists)
-        # Not by save_for_backward: what hooks of saved tensors bring back comes behind the event
-        # that the second stream waits for. Nobody differentiates these or changes them.
+        # Not by save_for_backward: tensors that hooks for saved tensors restore would be there only
+        # after the event that the second stream waits for. Nobody differentiates these or changes
+        # them.
         ctx.own_and_places = found[4], found[5]
-        ctx.set_materialize_grads(False)  # those of the places would be zeros, made for nobody
+        ctx.set_materialize_grads(False)  # else zeros are made for the places, which nobody uses
         ctx.kinds = [(t.shape, t.dtype, t.device) for t in found[:3]]
         ctx.seqlen, ctx.written = k.shape[1], written
         return (*found, *lists)
@@ -538,8 +546,8 @@ class _Eager(torch.autograd.Function):
         ctx: Any, dk: Tensor | None, dv: Tensor | None, dscore: Tensor | None, *_: Any
     ) -> tuple[Any, ...]:
         given, found = Settings(*ctx.settings), (dk, dv, dscore)
-        # With a graph of the backward, or batches of gradients, the operator knows what to do, or
-        # what to say.
+        # With a graph of the backward, or batches of gradients, the operator does what is needed,
+        # or raises an error.
         goes_direct = (
             not torch.is_grad_enabled()
             and not torch.compiler.is_compiling()
@@ -565,7 +573,7 @@ class _Eager(torch.autograd.Function):
 
 
 def _with_zeros_in_front(joined: Tensor, count: int) -> Tensor:
-    """Gradients with those of so many keys more, which nothing attends to."""
+    """Gradients with zeros in front, for `count` more keys that nothing attends to."""
     dim = _DIM_OF_KEYS[joined.dim()]
     shape = [count if i == dim else size for i, size in enumerate(joined.shape)]
     return torch.cat((joined.new_zeros(shape), joined), dim) if count > 0 else joined

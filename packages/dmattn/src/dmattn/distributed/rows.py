@@ -1,4 +1,4 @@
-"""Keys as rows of bytes: what belongs to a key lies together, so that one copy moves all of it.
+"""Keys as rows of bytes: all that belongs to a key lies together, so that one copy moves it.
 
 A row holds the key, the value and the score of one token and head (or their gradients), each
 starting at a multiple of 8 bytes. Letters: B batch, N heads, L keys, D and Dv head dimension of
@@ -37,7 +37,7 @@ class Rows:
 
     @property
     def nbytes(self) -> int:
-        """R."""
+        """R, the bytes of a row."""
         return self.starts[-1]
 
     def part(self, rows: Tensor, number: int) -> Tensor:
@@ -56,12 +56,12 @@ class Rows:
         return rows
 
     def keys(self, rows: Tensor) -> KeyRows:
-        """Of rows (B, N, l, R) of a key, a value and a score each: views (B, l, N, D) and so on."""
+        """Views of keys (B, l, N, D), values and scores, given rows (B, N, l, R) of all three."""
         k, v, score = self.parts(rows)
         return k.transpose(1, 2), v.transpose(1, 2), score[..., 0]
 
     def fill(self, rows: Tensor, parts: Sequence[Tensor]) -> None:
-        """Put (B, N, l, width) tensors into uint8 (B, N, l, R); all three are one launch."""
+        """Put (B, N, l, width) tensors into uint8 (B, N, l, R); three parts take one launch."""
         if len(parts) == 3:
             k, v, score = parts
             copy_keys((k.transpose(1, 2), v.transpose(1, 2), score[..., 0]), self.keys(rows))
@@ -71,7 +71,7 @@ class Rows:
 
 
 def take(rows: Tensor, at: Tensor) -> Tensor:
-    """uint8 (B, N, l, R): the rows of (B, N, L, R) at int64 (B, N, l)."""
+    """The rows of uint8 (B, N, L, R) at the places int64 (B, N, l): uint8 (B, N, l, R)."""
     words = rows.view(torch.int64)
     index = at[..., None].expand(*at.shape, words.shape[-1])
     return words.gather(2, index).view(torch.uint8)

@@ -1,1 +1,1 @@
-"""dmattn inside other libraries, each in a module that imports its library only when it is used."""
+"""Use of dmattn in other libraries. Each module imports its library only when it is used."""

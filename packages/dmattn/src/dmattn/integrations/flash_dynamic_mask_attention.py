@@ -1,8 +1,8 @@
-"""Attention under the name and the arguments of flash-dmattn's function for model code.
+"""Attention with the name and the arguments of flash-dmattn's function for model code.
 
-It needs no transformers. A layer calls it in place of its attention function, with its scores as
+It does not need transformers. A layer calls it as its attention function, and passes its scores as
 `attention_bias`. For transformers' own Doge models `dmattn.integrations.transformers.enable_doge`
-does all of it.
+does everything that is needed.
 """
 
 from typing import Any
@@ -42,37 +42,43 @@ def flash_dynamic_mask_attention_forward(
     """Softmax attention with a mask, a bias, and a choice of keys by that bias.
 
     Letters: B batch, Sq/Sk query/key length, H query heads, HK key/value heads, D head dimension.
-    With a window each row attends to the keys of the highest bias among those that it may see, by
-    the mask and by causality; of equal ones to the later key. (flash-dmattn chose among all keys,
-    later ones included, so that a text and its beginning were treated differently.)
+    With a window each row attends to the keys with the highest bias among those that it may see by
+    the mask and by causality; of equal biases the later key is kept. (flash-dmattn chose among all
+    keys, later ones included, so that the start of a text was treated differently depending on what
+    followed.)
 
     Args:
-        module: the layer. Its `is_causal` counts where the argument is None, True if it has none.
-        query: (B, H, Sq, D).
-        key, value: (B, HK, Sk, D).
-        attention_mask: True where a row may see a key: bool (B|1, H|HK|1, Sq|1, at least Sk), the
-            same without the dimension of rows, or (B, at least Sk), bools or integers, for padding.
-        attention_bias: (B|1, H|HK|1, Sq|1, Sk), or without the dimension of rows; added to the
-            logits. -inf masks.
-        scaling: D ** -0.5 when None.
+        module: the layer. Its attribute `is_causal` is used if the argument is None, and True if it
+            has none.
+        query: (B, H, Sq, D), floating.
+        key, value: (B, HK, Sk, D), floating.
+        attention_mask: True where a row may see a key: bool (B|1, H|HK|1, Sq|1, at least Sk), or
+            the same without the row dimension, or a padding mask (B|1, at least Sk) of bools or
+            integers (0 = padding). Only the first Sk keys of a mask are used.
+        attention_bias: floating (B|1, H|HK|1, Sq|1, Sk), (B|1, H|HK|1, Sk) or (B|1, Sk); added to
+            the logits. -inf masks.
+        scaling: factor of the dot products; D ** -0.5 when None.
         softcap: c turns the scaled dot product x into c * tanh(x / c); None or 0 for none.
-        is_causal: whether rows see no later keys, the last row being at the last key.
+        is_causal: whether rows see no later keys, with the last row at the last key.
         keep_window_size, window_size: two names for the number of keys that a row keeps; None for
-            all. It takes an attention_bias to choose by. A mask or a bias that differs between rows
-            takes memory for Sq * Sk keys.
-        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: for sequences packed without
-            padding, of batch 1: integer (sequences + 1,) boundaries, and the longest lengths.
-        target_dtype: cast float32 inputs to this one. Where it is None: to the dtype of the weights
-            of `module`, beside which adapters and norms may have left inputs in float32.
-        deterministic: bitwise repeatable gradients.
-        dropout: must be 0.
-        **kwargs: others are not looked at.
+            all. The keys are chosen by attention_bias, which is then required. If the mask or the
+            bias differs between rows, the choice takes memory for Sq * Sk keys.
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: for packed sequences without
+            padding, in a batch of 1: the boundaries, integer (sequences + 1,), and the lengths of
+            the longest sequences. If only one of the boundaries is given, it is used for both. A
+            length that is None is read from the boundaries, for which the host waits.
+        target_dtype: the dtype to which float32 inputs are cast. When None, it is that of the
+            linear weights of `module`: adapters and norms may leave inputs in float32.
+        deterministic: make gradients bitwise repeatable.
+        dropout: must be 0 or None.
+        **kwargs: other arguments are ignored.
 
     Returns:
         out (B, Sq, H, D), contiguous, and None in place of attention weights.
 
     Raises:
-        TypeError, ValueError: an argument does not fit, or asks for what there is not.
+        TypeError, ValueError: an argument does not fit, or asks for something that is not
+            supported.
         RuntimeError: as `dmattn.flash_dmattn_func`.
     """
     _check_tensors(query, key, value, attention_bias)
@@ -111,7 +117,7 @@ def flash_dynamic_mask_attention_forward(
     if window is not None and key.shape[1] <= window:
         window = None
         if bias is not None:
-            bias = without_nan(bias)  # no key of which is ever chosen
+            bias = without_nan(bias)  # keys with a bias of NaN are never chosen
     if window is not None and bias is None:
         raise ValueError("attention_bias: got None, wanted a bias by which the window chooses")
     if is_packed:
@@ -135,7 +141,7 @@ def flash_dynamic_mask_attention_forward(
 
 
 def _check_tensors(query: Any, key: Any, value: Any, attention_bias: Any) -> None:
-    """What is looked at before `flash_dmattn_func` checks the rest."""
+    """The checks that are needed before `flash_dmattn_func` checks the rest."""
     for name, t in (("query", query), ("key", key), ("value", value)):
         if not check_tensor(name, t).is_floating_point():
             raise TypeError(f"{name}: got dtype {t.dtype}, wanted a floating dtype")
@@ -173,12 +179,12 @@ def _checked_mask(attention_mask: Any) -> Tensor | None:
 
 
 def _check_shapes(query: Tensor, key: Tensor, **given: tuple[Tensor | None, Tensor | None]) -> None:
-    """Refuse what does not fit, as it was given rather than as `flash_dmattn_func` would see it.
+    """Raise ValueError for a mask or bias of a wrong shape, naming the shape that was given.
 
     Args:
         query, key: (B, Sq, H, D) and (B, Sk, HK, D).
-        given: by name, a mask or bias as it was given and with four dimensions. There may be more
-            keys of a mask, the last of which are left out.
+        given: by name, a mask or bias as it was given, and with four dimensions. A mask may have
+            more keys than `key`; the last ones are ignored.
     """
     batch, query_len, heads, _ = query.shape
     key_len, nheads_k = key.shape[1:3]
@@ -210,7 +216,7 @@ def _window_size(kwargs: dict[str, Any]) -> int | None:
 def _compute_dtype(
     module: nn.Module, query: Tensor, value: Tensor, target: torch.dtype | None
 ) -> torch.dtype:
-    """The dtype that query, key and value are cast to; autocast then has the last word."""
+    """The dtype to which query, key and value are cast; after that autocast may cast them again."""
     if target is not None:
         check_dtype("target_dtype", target)
     if query.dtype != torch.float32:
@@ -222,24 +228,24 @@ def _compute_dtype(
         if isinstance(layer, nn.Linear) and isinstance(weight, Tensor):
             if weight.is_floating_point():
                 return weight.dtype
-            break  # quantized: its outputs are in the dtype to compute in
+            break  # a quantized layer: its outputs already have the dtype to compute in
     return value.dtype
 
 
 def _with_rows(t: Tensor | None) -> Tensor | None:
     """A mask or bias (B, Sk), (B, heads, Sk) or (B, heads, Sq, Sk) with four dimensions."""
     if not isinstance(t, Tensor):
-        return t  # `check_mask` says what is wrong with anything but None
+        return t  # a later check reports anything other than None
     if t.dim() == 2:
         t = t if t.is_floating_point() else t != 0
         return t[:, None, None]
     if t.dim() == 4 and t.shape[2] > 1 and t.stride(2) == 0:
-        return t[:, :, :1]  # alike for all rows, which costs less
+        return t[:, :, :1]  # the same for all rows: a single row costs less
     return t.unsqueeze(2) if t.dim() == 3 else t
 
 
 def _has_rows(mask: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether rows differ in what they may see or prefer."""
+    """Whether the mask or the bias may differ between rows."""
     return any(t is not None and t.shape[2] > 1 for t in (mask, bias))
 
 
@@ -264,7 +270,7 @@ def _packed(
     kwargs: dict[str, Any],
     settings: dict[str, Any],
 ) -> Tensor:
-    """Sequences one behind the other in a batch of 1."""
+    """Attention of sequences that are packed one behind the other in a batch of 1."""
     if query.shape[0] != 1:
         raise ValueError(
             f"query: got batch {query.shape[0]} beside cu_seq_lens_q, wanted 1, with the sequences "
@@ -293,7 +299,7 @@ def _packed(
 
 
 def _boundaries(name: str, kwargs: dict[str, Any]) -> Tensor:
-    """int32 boundaries; where only those of queries or of keys are given, they count for both."""
+    """Boundaries as int32; if only those of queries or of keys are given, they serve for both."""
     other = name[:-1] + ("k" if name.endswith("q") else "q")
     given = kwargs.get(name) if kwargs.get(name) is not None else kwargs.get(other)
     return to_int32(check_boundary_tensor(given, name))

@@ -1,11 +1,12 @@
-"""Dynamic mask attention as a layer: every key gets a score, and each query keeps the best w.
+"""Dynamic mask attention as a layer: every key gets a score, and each query keeps the best w keys.
 
     score[b, h, j] = exp(A[h] * softplus(dt_proj(v[b, j]))[h])
 
-The score does two things. It is added to the attention logits as a key-only bias, which is how it
-learns; and it selects: query i attends to the `window_size` highest-scored keys among 0..i. The
-parameter names and shapes are those of the Doge models, so their attention weights load as they
-are.
+The score has two uses. It is added to the attention logits as a bias that depends only on the key,
+through which it is learned. And it selects keys: query i attends to the `window_size`
+highest-scored keys among 0..i. Dynamic mask attention is from Shi et al., "Trainable Dynamic Mask
+Sparse Attention", arXiv 2508.02124. The parameter names and shapes are those of the Doge models,
+whose attention weights can be loaded unchanged.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -36,12 +37,12 @@ from dmattn.validation import (
 )
 
 if TYPE_CHECKING:
-    # Not for the program: there are builds of torch without torch.distributed.
+    # Not imported at run time: there are builds of torch without torch.distributed.
     from dmattn.distributed.groups import Group
 
 
 class DynamicMaskAttention(nn.Module):
-    """Multi-head self-attention over the keys that a learned score keeps.
+    """Multi-head self-attention in which each query attends to the keys with the highest scores.
 
     Letters: B batch, S sequence length, H query heads, HK key/value heads, HS score heads
     (HK or H), D head dimension.
@@ -49,45 +50,47 @@ class DynamicMaskAttention(nn.Module):
     Parameters and their shapes: `q_proj` (H*D, hidden), `k_proj` and `v_proj` (HK*D, hidden),
     `dt_proj` (HS, HK*D), `A` (HS,), `o_proj` (hidden, H*D); `q_norm` and `k_norm` (D,) when
     `qk_norm`. The linear layers have biases when `bias`. Each is called as a module, so that hooks
-    run, and what adapters, quantization or sharding put in its place is used.
+    run, and modules that adapters, quantization or sharding put in its place are used.
 
     Numerics: `dt_proj` and the scores are computed in float32 (float64 for a float64 layer), also
-    under autocast and in a bfloat16 layer, and the scores are handed to the attention in that
-    dtype. Rounded to bfloat16 they would be full of ties, and ties decide which keys are kept.
-    Rotary angles and the rotation are float32 too. Queries, keys and values are in the dtype that
-    `v_proj` returns: the layer's own, or the autocast dtype.
+    under autocast and in a bfloat16 layer, and the attention gets the scores in that dtype. Rounded
+    to bfloat16 many scores would be equal, and ties would decide which keys are kept. Rotary angles
+    and the rotation are computed in float32 as well. The attention gets queries, keys and values in
+    the dtype that `v_proj` returns: the layer's own, or the autocast dtype.
 
-    Selection is not differentiated; the scores of the kept keys are. `A` starts at zero, so every
-    score starts equal; of equal scores the later key wins, so training starts from a plain sliding
-    window of the last `window_size` keys.
+    Selection is not differentiated; the scores of the kept keys are. `A` starts at zero, so all
+    scores are equal at first. Of equal scores the later key is kept, so training starts with a
+    sliding window of the last `window_size` keys.
 
     Args:
         hidden_size: width of the input and the output.
         num_heads: H.
         num_kv_heads: HK, a divisor of H; H when None.
         head_dim: D, at most 256; hidden_size / num_heads when None.
-        window_size: keys kept by each query, or None to keep all of them (the scores then only
-            weigh keys, and mask nothing).
+        window_size: number of keys kept by each query, or None to keep all of them (the scores are
+            then only added to the logits, and hide no key).
         bias: give the linear layers biases.
-        qk_norm: RMSNorm over D on queries and keys, before the rotation.
+        qk_norm: apply RMSNorm over D to queries and keys, before the rotation.
         norm_eps: epsilon of these norms.
         rope_theta: base of the rotary embedding; None leaves queries and keys unrotated.
-        exp_score: True for the score above, False for the same without exp. Published checkpoints
-            differ in this.
-        num_score_heads: HS: num_kv_heads (the default, and current checkpoints), one score per key
-            and key/value head; or num_heads (the first checkpoints), one per query head.
-        is_causal: query i sees keys 0..i. False: all keys, and the same kept keys for every query.
-        softcap: bound c of the tanh soft cap on the scaled dot products, 0 for none.
-        dense_mask: form the boolean mask (B, HS, S, S) and attend through that, instead of
-            selecting inside the attention. The function is the same; time and memory grow with the
-            square of the length. To compare the two, also in a trained layer: it is read at every
-            call. Decoding from a cache has no such mask.
+        exp_score: True: score = exp(A * softplus(dt_proj(v))); False: the same without exp.
+            Published checkpoints differ in this.
+        num_score_heads: HS: either num_kv_heads (the default, as in current checkpoints), one score
+            per key and key/value head; or num_heads (as in the first checkpoints), one per key and
+            query head.
+        is_causal: True: query i sees keys 0..i. False: queries see all keys, and all of them keep
+            the same keys.
+        softcap: c of the soft cap c * tanh(x / c) on the scaled dot products x; 0 for none.
+        dense_mask: form the boolean mask (B, HS, S, S) and attend with it, instead of selecting
+            inside the attention. The result is the same; time and memory grow with the square of
+            the length. It serves to compare the two, also in a trained layer, since the attribute
+            is read in every call. Decoding from a cache ignores it.
         init_std: standard deviation of the initial weights of the linear layers.
         device, dtype: of the parameters.
 
     Raises:
-        TypeError: a size or number is none, a flag is no bool, device is no device, or dtype is no
-            floating dtype.
+        TypeError: a size or number has the wrong type, a flag is no bool, device is no device, or
+            dtype is no floating dtype.
         ValueError: a size or number is out of range, sizes do not divide, `head_dim` is odd while
             rotary embedding is on, or num_score_heads is neither num_kv_heads nor num_heads.
     """
@@ -170,7 +173,7 @@ class DynamicMaskAttention(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Linear weights from N(0, init_std**2), biases and `A` zero, norm weights one."""
+        """Set linear weights to draws from N(0, init_std**2), biases and `A` to 0, norms to 1."""
         for layer in (self.q_proj, self.k_proj, self.v_proj, self.dt_proj, self.o_proj):
             layer.weight.normal_(0.0, self.init_std)
             if self.has_bias:
@@ -194,24 +197,26 @@ class DynamicMaskAttention(nn.Module):
 
         Args:
             hidden_states: floating (B, S, hidden_size).
-            positions: int64 or int32, (S,) or ({B|1}, S): rotary positions; 0..S-1 when None, and
-                with a cache counted on from the tokens before, padding not counted. They turn
-                queries and keys, and do not change which keys are visible.
+            positions: int64 or int32, (S,) or ({B|1}, S): rotary positions. When None they are
+                0..S-1 or, with a cache, continue from the tokens that it has seen, without counting
+                padding. They rotate queries and keys, and do not change which keys are visible.
             attention_mask: (B, S), bool with False at padding, or any integers with 0 there. Padded
-                keys are never attended to nor counted among the kept. Outputs at padded positions
-                are finite and meaningless. Beside a cache that holds tokens it may also speak of
-                them, (B, before + S): only its last S columns are read.
+                keys are never attended to, nor counted among the kept keys. Outputs at padded
+                positions are finite and meaningless. With a cache that holds tokens the mask may
+                include those, (B, tokens before + S): only its last S columns are read.
             position_embeddings: (cos, sin) from `rotary_embedding`, to share them between layers;
-                in place of positions.
-            cache: for generating text, from `make_cache`, of this layer alone. While it is empty
-                hidden_states is a prompt, which fills it; after that, the next tokens, any number
-                of them. Tokens at padding are not put in. Under torch.no_grad only.
-            slots: int32 or int64 (B,), with a cache of more sequences: which entries of its batch
-                these are, as in `DynamicMaskCache`.
-            group: ranks that hold contiguous stretches of the sequences, of equal length, this one
-                S tokens of each, as for `dmattn.distributed.context_parallel_attention`; None: the
-                sequences are whole. For causal layers with a window. Positions that are not given
-                are counted on from the ranks before; given ones are those of this rank's tokens.
+                instead of positions.
+            cache: for generating text, from `make_cache`, used by this layer only. If it is empty,
+                hidden_states is a prompt, which fills it; otherwise any number of next tokens.
+                Tokens at padding are not put in. Only if no gradient is needed, as under
+                torch.no_grad.
+            slots: int32 or int64 (B,), for a cache of more sequences: which entries of its batch
+                hidden_states belong to, as in `DynamicMaskCache`.
+            group: the ranks over which sequences are distributed, as for
+                `dmattn.distributed.context_parallel_attention`: each holds a contiguous stretch of
+                equal length of every sequence, this rank S tokens of each. None: the sequences are
+                whole. Only for causal layers with a window. When positions are None, they continue
+                from the ranks before; given positions are those of this rank's tokens.
 
         Returns:
             (B, S, hidden_size), in the dtype that `o_proj` returns: the layer's own, or autocast's.
@@ -220,10 +225,11 @@ class DynamicMaskAttention(nn.Module):
             TypeError: an argument is of the wrong kind or dtype.
             ValueError: a shape or device does not fit, positions and position_embeddings are both
                 given, either is given to a layer without rotary embedding, the layer cannot
-                decode from the cache, or its settings or a cache do not go with a group.
+                decode from the cache, slots are given without a cache, or the settings of the layer
+                or a cache do not go with a group.
             RuntimeError: a cache is given where gradients would be needed.
-            With a group, what one rank raises for its arguments is raised on all of them, as by
-            `context_parallel_attention`.
+            With a group, an error that one rank raises for its arguments is raised on all ranks, as
+            by `context_parallel_attention`.
         """
         given = (hidden_states, positions, attention_mask, position_embeddings, cache, slots, group)
         if group is None or torch.compiler.is_compiling():
@@ -261,18 +267,22 @@ class DynamicMaskAttention(nn.Module):
     ) -> DynamicMaskCache:
         """An empty cache for this layer, to generate text with.
 
-        It has a head for each of the layer's scores: with num_score_heads = num_heads, query heads
-        keep different keys, and the cache holds keys and values once per query head.
+        It has HS key/value heads, one for each score head. With num_score_heads = num_heads, query
+        heads keep different keys, and the cache holds keys and values once per query head.
 
         Args:
-            batch: sequences.
-            dtype: of keys and values. What `v_proj` returns when None: the layer's own, or
-                autocast's where that is on, as it has to be in the calls of `forward` then. Where
-                FSDP casts the layer's parameters, give the dtype that it casts them to.
+            batch: number of sequences.
+            dtype: of keys and values. When None, the dtype that `v_proj` returns now: the layer's
+                own, or that of autocast if it is on; then it has to be on in the calls of `forward`
+                as well. If FSDP casts the layer's parameters, pass the dtype that it casts them to.
             device: of the cache; the layer's when None.
-            evict: True: `window_size` keys per head, for texts of any length. False: every key of
-                at most `capacity` tokens, for any layer that is causal, with or without a window.
+            evict: if True, the cache holds `window_size` keys per head, for texts of any length; if
+                False, all keys of at most `capacity` tokens, for any causal layer, with or without
+                a window.
             capacity: without evict, the most tokens per sequence.
+
+        Returns:
+            The cache; its scores are float32, or float64 for a float64 dtype.
 
         Raises:
             TypeError: an argument is of the wrong kind.
@@ -305,7 +315,7 @@ class DynamicMaskAttention(nn.Module):
         return cache
 
     def key_scores(self, hidden_states: Tensor) -> Tensor:
-        """The scores by which keys are kept, for looking at them.
+        """The scores by which keys are kept, for inspection.
 
         Args:
             hidden_states: floating (B, S, hidden_size), as for `forward`.
@@ -314,7 +324,7 @@ class DynamicMaskAttention(nn.Module):
             (B, HS, S), float32, or float64 when the values are.
 
         Raises:
-            TypeError, ValueError: hidden_states is none of that.
+            TypeError, ValueError: hidden_states has a wrong type, dtype or shape.
         """
         self._check_hidden_states(hidden_states)
         return self._score(self._split_heads(self.v_proj(hidden_states)))
@@ -329,7 +339,7 @@ class DynamicMaskAttention(nn.Module):
         slots: Tensor | None,
         group: "Group",
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Query, key, value and score, and the mask and the slots checked, of `forward`'s."""
+        """Query, key, value, score, token mask and slots of a call of `forward`, checked."""
         self._check_hidden_states(hidden_states)
         if cache is not None:
             self._check_cache(cache, None if slots is not None else hidden_states.shape[0])
@@ -392,7 +402,7 @@ class DynamicMaskAttention(nn.Module):
         )
 
     def _check_cache(self, cache: Any, batch: int | None) -> None:
-        """`batch`: that of the cache, None for any."""
+        """Raise unless `cache` is one for this layer and for `batch` sequences; None for any."""
         if not isinstance(cache, DynamicMaskCache):
             raise TypeError(f"cache: got {describe(cache)}, wanted a DynamicMaskCache or None")
         window = cache.capacity if self.window_size is None else self.window_size
@@ -431,7 +441,8 @@ class DynamicMaskAttention(nn.Module):
         """The dtype that `v_proj` returns on this device; autocast leaves float64 alone."""
         weight = getattr(self.v_proj, "weight", None)
         dtype = self.A.dtype
-        # A quantized layer has integers there, or a method, and returns the dtype of the others.
+        # The weight of a quantized layer is an integer tensor or a method; such a layer returns the
+        # dtype of the other parameters.
         if isinstance(weight, Tensor) and weight.is_floating_point():
             dtype = weight.dtype
         kind = device.type
@@ -487,7 +498,7 @@ def _next_positions(
     cache: DynamicMaskCache | None,
     slots: Tensor | None,
 ) -> Tensor:
-    """(S,) or (B, S): counted on from the tokens that the cache has seen."""
+    """(S,) or (B, S): positions that continue from the tokens that the cache has seen."""
     positions = torch.arange(hidden_states.shape[1], device=hidden_states.device)
     if cache is None:
         return positions
@@ -498,7 +509,7 @@ def _next_positions(
 
 
 def _checked_slots(slots: Any, hidden_states: Tensor, cache: DynamicMaskCache) -> Tensor | None:
-    """int64 (B,), one for each sequence of hidden_states; or None."""
+    """slots, checked, as int64 (B,), one for each sequence of hidden_states; or None."""
     if slots is None:
         return None
     found = check_slots(slots, len(cache.seen), cache.seen.device)
@@ -509,7 +520,7 @@ def _checked_slots(slots: Any, hidden_states: Tensor, cache: DynamicMaskCache) -
 
 
 def _tokens_before(hidden_states: Tensor, group: "Group") -> int:
-    """Held by the ranks before this one."""
+    """The number of tokens of each sequence that the ranks before this one hold."""
     from dmattn.distributed.groups import ranks_of
 
     rank: int = ranks_of(group).rank
@@ -517,13 +528,13 @@ def _tokens_before(hidden_states: Tensor, group: "Group") -> int:
 
 
 def _normalize(norm: nn.Module, x: Tensor) -> Tensor:
-    """norm(x), in the dtype of the norm's weight: under autocast the two differ."""
+    """norm(x), computed in the dtype of the norm's weight, from which x may differ in autocast."""
     y: Tensor = norm(x.to(norm.weight.dtype)) if isinstance(norm, nn.RMSNorm) else norm(x)
     return y
 
 
 def _token_mask(mask: Any, hidden_states: Tensor, cache: DynamicMaskCache | None) -> Tensor | None:
-    """bool (B, S): which of the tokens at hand are real, or None when all are."""
+    """The attention mask of `forward` as bool (B, S), True for real tokens; None without one."""
     if check_optional_tensor("attention_mask", mask) is None:
         return None
     batch, seqlen, _ = hidden_states.shape
@@ -547,7 +558,7 @@ def _token_mask(mask: Any, hidden_states: Tensor, cache: DynamicMaskCache | None
 
 
 def _check_position_shape(positions: Any, hidden_states: Tensor) -> None:
-    """Raise unless positions are of a shape and device to go with (B, S, hidden_size)."""
+    """Raise unless the shape and device of positions fit hidden_states (B, S, hidden_size)."""
     batch, seqlen, _ = hidden_states.shape
     shape = check_tensor("positions", positions).shape
     fits = len(shape) in (1, 2) and shape[-1] == seqlen
@@ -571,7 +582,7 @@ def _check_tables(position_embeddings: Any, hidden_states: Tensor) -> None:
 
 
 def _check_heads(num_heads: Any, num_kv_heads: Any, num_score_heads: Any) -> tuple[int, int, int]:
-    """All as ints. None means as many heads of keys as of queries, and of scores as of keys."""
+    """The numbers of heads as ints, with defaults: HK = H, and HS = HK."""
     num_heads = check_int("num_heads", num_heads, 1)
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     num_kv_heads = check_int("num_kv_heads", num_kv_heads, 1)

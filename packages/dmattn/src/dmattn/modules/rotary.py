@@ -1,8 +1,9 @@
-"""Rotary position embedding (RoPE): pairs of channels turned by an angle that grows with position.
+"""Rotary position embedding (RoPE; Su et al., RoFormer, arXiv 2104.09864).
 
-The pairing is the half-split one of the Llama and Doge families: channel i turns with channel
-i + D/2. Angles, cosines, sines and the rotation are computed in float32 whatever the dtype of the
-input: a bfloat16 angle is off by whole radians a few hundred positions in.
+Pairs of channels are rotated by an angle that grows with the position. The pairing is the
+half-split one of the Llama and Doge families: channel i forms a pair with channel i + D/2. Angles,
+cosines, sines and the rotation are computed in float32 whatever the dtype of the input: a bfloat16
+angle is off by whole radians a few hundred positions in.
 """
 
 import torch
@@ -26,13 +27,14 @@ def rotary_embedding(
     Args:
         positions: int64 or int32 tensor of any shape (...); usually (S,) or (B, S).
         head_dim: D, even and positive.
-        theta: base of the wavelengths, > 0. Pair i turns by position * theta ** (-2 i / D).
+        theta: base of the wavelengths, > 0. Pair i is rotated by position * theta ** (-2 i / D)
+            radians.
 
     Returns:
-        (cos, sin), each float32 of shape (..., D/2).
+        (cos, sin), each float32 of shape (..., D/2), on the device of positions.
 
     Raises:
-        TypeError: positions is no such tensor, or head_dim or theta is no number.
+        TypeError: positions is no int32 or int64 tensor, or head_dim or theta is no number.
         ValueError: head_dim is not even and positive, or theta is not positive.
     """
     check_tensor("positions", positions)
@@ -51,15 +53,15 @@ def rotary_embedding(
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the channel pairs of x by the given angles.
+    """Rotate the channel pairs (i, i + D/2) of x by the given angles.
 
     Args:
         x: floating tensor (B, S, H, D).
-        cos, sin: (S, D/2) or ({B|1}, S, D/2), from `rotary_embedding`.
+        cos, sin: floating (S, D/2) or ({B|1}, S, D/2), from `rotary_embedding`.
 
     Returns:
         (B, S, H, D) in the wider of x.dtype and the dtype of cos, so float32 for half inputs;
-        the caller rounds it, once.
+        the caller rounds it once.
 
     Raises:
         TypeError: an argument is no floating tensor.

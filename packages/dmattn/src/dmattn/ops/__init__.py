@@ -1,1 +1,1 @@
-"""The operators that torch knows, for compilers, transforms and tensor subclasses."""
+"""The operators registered with torch, for compilers, transforms and tensor subclasses."""

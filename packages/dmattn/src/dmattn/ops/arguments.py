@@ -1,4 +1,4 @@
-"""The names of the operators' arguments, and which dimension of each is the batch, or the heads."""
+"""The names of the operators' arguments, and the dimensions that are their batch and heads."""
 
 from dmattn.key_lists import Selection
 from dmattn.problem import FLAT_NAMES, Results
@@ -24,10 +24,10 @@ _ATTENTION: dict[str, tuple[int | None, int]] = {
 _LISTS = {f"sel_{name}": (0, 1) for name in Selection._fields}
 _SCORES = {"scores": (0, 1)}  # (batch, heads, seqlen_k), with the mask of the same dimensions
 
-# Of each tensor, in which dimension its batch and its heads are; None: it has no such dimension.
-# `lse_rest` and `sel_full` may be tensors that stand for none, of shape (0,).
+# The indices of the batch and the heads dimension of each tensor; None: it has no such dimension.
+# `lse_rest` and `sel_full` may have shape (0,), which stands for no tensor.
 AXES: dict[str, tuple[int | None, int]] = {**_ATTENTION, **_LISTS, **_SCORES}
-# Packed sequences have no batch; what comes behind it stands one dimension further to the front.
+# Packed sequences have no batch, so that their heads come one dimension earlier.
 PACKED_AXES: dict[str, tuple[int | None, int]] = {
     name: (None, heads if batch is None else heads - 1)
     for name, (batch, heads) in _ATTENTION.items()

@@ -1,7 +1,7 @@
 """The operators dmattn::fwd and dmattn::bwd: schemas, implementations, fakes and gradients.
 
-Their arguments are the fields of a `Problem`, those of its packing and key lists included, and the
-name of a backend or None:
+Their arguments are the fields of a `Problem`, where packing and key lists are replaced by their own
+fields, and the name of a backend or None:
 
     dmattn::fwd(<problem>, backend) -> (out, lse, lse_rest)
     dmattn::bwd(dout, dlse, out, lse, lse_rest, needs, <problem>, backend)
@@ -55,7 +55,7 @@ _BWD_SCHEMA = (
     "(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor? lse_rest, bool[5] needs, "
     f"{_PROBLEM}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
 )
-# Where the operands of `Needs` are among the arguments.
+# The indices, among the arguments of dmattn::fwd, of the operands that `Needs` names.
 _DIFFERENTIABLE = tuple(FWD_NAMES.index(name) for name in Needs._fields)
 _FWD_DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(FWD_NAMES),
@@ -66,7 +66,7 @@ _FWD_DEFAULTS: dict[str, Any] = {
 
 
 def attend(problem: Problem, backend: str | None) -> tuple[Tensor, Tensor]:
-    """out and lse by the operator, differentiable."""
+    """out and lse by the operator dmattn::fwd, differentiable."""
     out, lse, _ = torch.ops.dmattn.fwd(*problem.flat(), backend)
     return out, lse
 
@@ -79,7 +79,7 @@ def differentiate(
     needs: Needs,
     backend: str | None,
 ) -> Gradients:
-    """The gradients by the operator."""
+    """The gradients by the operator dmattn::bwd."""
     given = (dout, dlse, *results, needs, *problem.flat(), backend)
     return Gradients(*torch.ops.dmattn.bwd(*given))
 
@@ -88,7 +88,7 @@ def _problem(arguments: dict[str, Any]) -> Problem:
     """The problem among the named arguments of an operator, checked."""
     values = [arguments[name] for name in FLAT_NAMES]
     problem = Problem.from_flat(values)
-    if problem.key_lists is not None:  # a compiler may have laid them out anew
+    if problem.key_lists is not None:  # a compiler may have changed their strides
         lists = Selection(*(t.contiguous() for t in problem.key_lists))
         problem = problem._replace(key_lists=lists)
     check(problem)
@@ -119,7 +119,7 @@ def _fake_forward(*given: Any, **named: Any) -> Results:
 def _backward_arguments(
     given: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Problem, Results, Tensor, Tensor | None, Needs], str | None]:
-    """Those of `Backend.backward`, checked, and the name of the backend."""
+    """The arguments of `Backend.backward`, checked, and the name of the backend."""
     arguments = {**_FWD_DEFAULTS, **dict(zip(BWD_NAMES, given, strict=False)), **named}
     if len(arguments["needs"]) != len(Needs._fields):
         wanted = f"wanted {len(Needs._fields)}, one for each of {one_of(Needs._fields)}"
@@ -143,30 +143,30 @@ def _fake_backward(*given: Any, **named: Any) -> Gradients:
 
 
 def _all_tensors(grads: Gradients, problem: Problem) -> Gradients:
-    """With (0,) in the place of None, as an operator returns tensors."""
+    """The gradients, with a tensor of shape (0,) instead of None, as operators return tensors."""
     return grads if grads.sinks is not None else grads._replace(sinks=problem.q.new_empty(0))
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Keep what `gradients` needs of a call of dmattn::fwd."""
+    """Save what the backward of a call of dmattn::fwd needs; `saved_call` reads it."""
     *flat, ctx.backend = inputs
-    ctx.set_materialize_grads(False)  # a missing dlse is then None, and costs nothing
+    ctx.set_materialize_grads(False)  # an unused lse then has the gradient None, not zeros
     ctx.mark_non_differentiable(output[2])
     tensors, ctx.rest = Problem.from_flat(flat).split()
     ctx.save_for_backward(*tensors, *output)
 
 
 def saved_call(ctx: Any) -> tuple[Problem, Results, Needs]:
-    """What `setup_context` kept."""
+    """What `setup_context` saved, and the gradients that are needed."""
     *tensors, out, lse, rest = ctx.saved_tensors
-    # The dispatcher of torch leaves out the last arguments if they are the schema's defaults.
+    # torch's dispatcher leaves out trailing arguments that have the defaults of the schema.
     known = ctx.needs_input_grad
     needs = Needs(*(i < len(known) and known[i] for i in _DIFFERENTIABLE))
     return Problem.join(tensors, ctx.rest), Results(out, lse, rest), needs
 
 
 def input_gradients(grads: Gradients, needs: Needs) -> tuple[Tensor | None, ...]:
-    """One entry for each argument of dmattn::fwd."""
+    """The gradients as autograd wants them: an entry, perhaps None, per argument of dmattn::fwd."""
     found: list[Tensor | None] = [None] * len(FWD_NAMES)
     for place, grad, need in zip(_DIFFERENTIABLE, grads, needs, strict=True):
         found[place] = grad if need else None
@@ -184,14 +184,14 @@ def _gradients(
 
 
 def no_double_backward(ctx: Any, *grads: Tensor | None) -> None:
-    """The derivative of the backward: there is none."""
+    """The backward of dmattn::bwd: raises RuntimeError, as there are no second derivatives."""
     raise RuntimeError(
         "dmattn::bwd is not differentiable: dmattn attention has first derivatives only"
     )
 
 
-# All devices get the same function, since the registry of backends looks at the device. Strides
-# decide what a backend reads in place.
+# All devices get the same function, since the registry of backends looks at the device. The
+# operators need exact strides, which decide what a backend reads in place.
 register(
     Operator("dmattn::fwd", _FWD_SCHEMA, _forward, _forward, _fake_forward, True, batching.forward)
 )

@@ -1,14 +1,15 @@
-"""What `torch.func.vmap` makes of the operators: one call for all entries of its dimension.
+"""The rules of the operators for `torch.func.vmap`: one call for all entries of its dimension.
 
-The entries become further batch entries of the call. Where that is not possible they become further
-heads: packed sequences have no batch, sinks are alike for all of it, and the gradient of a bias is
-summed over the batch entries that share it. Query, key and value are then copied, as entries and
-heads do not lie side by side in memory. Only entries that have different boundaries of packed
-sequences, or of documents, are computed one after the other.
+The entries become further batch entries of the call. If that is not possible they become further
+heads: packed sequences have no batch, sinks are the same for the whole batch, and the gradient of a
+bias is summed over the batch entries that share it. Query, key and value are then copied, as the
+entries and the heads do not lie side by side in memory. Only if the entries have different
+boundaries of packed sequences, or of documents, are they computed one after the other.
 
-A rule takes what it is to call, and what torch hands to a rule: `info` with the size of the
-dimension, `in_dims` that say where the dimension is in each argument (None: all entries share it),
-and the arguments. It returns the results, and where the dimension is in each.
+A rule takes the operator to call and what torch passes to a vmap rule: `info` with the size of the
+vmapped dimension, `in_dims` with the index of that dimension in each argument (None: all entries
+share the argument), and the arguments. It returns the results, and the index of the vmapped
+dimension in each of them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,8 +23,9 @@ from dmattn.key_lists import larger
 from dmattn.ops.arguments import AXES, BATCH, BWD_NAMES, FWD_NAMES, HEADS, PACKED_AXES
 from dmattn.problem import Needs, Results, lse_dtype
 
-MappedResults = tuple[Any, Any]  # a tensor or several, and for each an int or None
-# Of these each entry has its own, also where it shares what it is given: the results are its own.
+MappedResults = tuple[Any, Any]  # a tensor or several, and for each its vmapped dimension or None
+# Arguments that are always expanded, so that each entry has its own, even if entries share them:
+# the results have the shape of some of these, and each entry has results of its own.
 _ALWAYS_OWN = {"q", "k", "v", "dout", "dlse", *Results._fields}
 
 
@@ -44,7 +46,10 @@ def forward(
 def backward(
     call: Callable[..., Any], info: Any, in_dims: Sequence[Any], *given: Any
 ) -> MappedResults:
-    """The rule of dmattn::bwd, with the gradients of each entry also where it shares an operand."""
+    """The rule of dmattn::bwd.
+
+    Each entry gets gradients of its own, also of operands that the entries share.
+    """
     named, dims = (dict(zip(BWD_NAMES, x, strict=False)) for x in (given, in_dims))
     if _have_bounds_of_their_own(dims):
         return one_by_one(call, info, in_dims, *given)
@@ -60,10 +65,10 @@ def backward(
 def along_batch(
     call: Callable[..., Any], info: Any, in_dims: Sequence[Any], *given: Any
 ) -> MappedResults:
-    """The rule of an operator of tensors ({B|1}, ...), and perhaps of boundaries of documents.
+    """The rule of operators on tensors ({B|1}, ...) and possibly boundaries of documents.
 
-    The latter, the only tensors of one dimension, are alike for the whole batch. Results are
-    (B, ...), or stand for none.
+    Boundaries are the only tensors of one dimension, and are the same for the whole batch. Results
+    are (B, ...), or of one dimension if they stand for no result.
     """
     found: list[Any] = list(given)
     for i, (t, dim) in enumerate(zip(given, in_dims, strict=True)):
@@ -76,7 +81,7 @@ def along_batch(
     batch = 0 if 0 in sizes else reduce(larger, sizes)
     for i, t in enumerate(found):
         if isinstance(t, Tensor) and t.dim() > 1:
-            own = batch if t.shape[1] == 1 else t.shape[1]  # what does not fit, the operator says
+            own = batch if t.shape[1] == 1 else t.shape[1]  # the operator refuses what does not fit
             found[i] = t.expand(entries, own, *t.shape[2:]).flatten(0, 1)
     results = call(*found)
     return _together(
@@ -102,10 +107,10 @@ class _Fold:
     """How the entries of a vmapped dimension become one call of attention.
 
     Args:
-        named: the arguments.
-        dims: where the dimension is in each.
-        entries: its size.
-        needs: the gradients that a backward is for; None for a forward.
+        named: the arguments by name.
+        dims: the index of the vmapped dimension in each, or None.
+        entries: the size of that dimension.
+        needs: the gradients that a backward has to compute; None for a forward.
     """
 
     def __init__(
@@ -122,23 +127,24 @@ class _Fold:
         if packed or dims.get("sinks") is not None or needed.sinks:
             self._along = HEADS
         elif dims.get("bias") is not None or (needed.bias and named.get("bias") is not None):
-            # Of a bias that the whole batch shares the kernels sum the gradient in float32.
+            # The kernels sum the gradient of a bias that the whole batch shares, in float32: the
+            # entries must then become heads, not batch entries.
             shared = self._size("bias") == 1 and self._size("k") != 1
             self._along = HEADS if shared else BATCH
         if self._along == HEADS:
             _check_some(entries)
 
     def arguments(self) -> list[Any]:
-        """Those of the call for all entries."""
+        """The arguments of the one call for all entries."""
         return [self._argument(name, value) for name, value in self._named.items()]
 
     def parted(self, name: str, result: Tensor, operand: str) -> tuple[Tensor, int | None]:
-        """A result of that call with a dimension of the entries, and where it is.
+        """A result of that call with a dimension for the entries, and the index of that dimension.
 
         Args:
-            name: of the result, or of the operand whose gradient it is.
-            result: of the call; one that stands for none stays as it is.
-            operand: which argument has as many batch entries, and heads, as the result shall have.
+            name: the name of the result, or of the operand whose gradient it is.
+            result: of the call. A tensor that stands for no result is returned unchanged.
+            operand: the argument whose number of batch entries and heads the result shall have.
         """
         if self._stands_for_none(name, result, None):
             return result, None
@@ -160,9 +166,9 @@ class _Fold:
             return value
         axis, size = self._axis(name), self._size(name)
         if size == 1 and dim is None and name not in self._own and name != "sinks":
-            return value  # for all there is; sinks have an entry for each query head
+            return value  # broadcast over everything; sinks have an entry for each query head
         room = self._room(size)
-        if room != size and name == "bias":  # so that its gradient is rounded once
+        if room != size and name == "bias":  # so that its gradient is summed and rounded only once
             value = value.to(lse_dtype(self._named["q"].dtype))
         value = _apart(value, dim, axis)
         sizes = (*value.shape[:axis], self._entries, room, *value.shape[axis + 2 :])
@@ -174,12 +180,16 @@ class _Fold:
         return axis
 
     def _size(self, name: str) -> int:
-        """Batch entries, or heads, of an argument in each entry of the vmapped dimension."""
+        """The number of batch entries, or heads, that an argument has for each vmapped entry."""
         axis = self._axis(name)
         return _apart(self._named[name], self._dims[name], axis).shape[axis + 1]
 
     def _room(self, size: int) -> int:
-        """To how many 1 is widened: entries that lie side by side share nothing."""
+        """The size of an argument's dimension for each entry in the one call.
+
+        A size of 1 is widened to that of k: arguments of different entries lie side by side in the
+        dimension, so nothing in it can be broadcast any more.
+        """
         return self._size("k") if size == 1 else size
 
     def _stands_for_none(self, name: str, t: Tensor, dim: int | None) -> bool:
@@ -187,7 +197,7 @@ class _Fold:
 
 
 def _apart(t: Tensor, dim: int | None, axis: int) -> Tensor:
-    """With the vmapped dimension in front of `axis`, of size 1 where entries share the tensor."""
+    """t with the vmapped dimension moved to `axis`, of size 1 if the entries share the tensor."""
     return t.unsqueeze(axis) if dim is None else t.movedim(dim, axis)
 
 
@@ -200,12 +210,12 @@ def _check_some(entries: int) -> None:
 
 
 def _rank(t: Tensor, dim: int | None) -> int:
-    """Dimensions beside the vmapped one."""
+    """The number of dimensions without the vmapped one."""
     return t.dim() - (dim is not None)
 
 
 def _have_bounds_of_their_own(dims: dict[str, Any]) -> bool:
-    """Whether the sequences that are packed differ between entries."""
+    """Whether the entries have different boundaries of packed sequences."""
     return dims.get("cu_seqlens_q") is not None or dims.get("cu_seqlens_k") is not None
 
 

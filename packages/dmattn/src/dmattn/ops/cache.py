@@ -1,8 +1,9 @@
 """The operators of DynamicMaskCache.
 
     dmattn::cache_append              put tokens into a cache
-    dmattn::cache_append_and_attend   the same, and let each attend to what is then held
-    dmattn::cache_draft               what that would give, without putting them in
+    dmattn::cache_append_and_attend   put tokens in; each attends to the keys that are then held
+    dmattn::cache_draft               what cache_append_and_attend would return, without changing
+                                      the entries: a draft
     dmattn::cache_commit              put the first tokens of a draft in
 
 Letters: B batch, T new tokens, H query heads, HK key/value heads, D head dimension. A cache entry
@@ -27,7 +28,7 @@ _APPEND_SCHEMA = f"({_TOKENS}, {_STATE}, bool evict) -> ()"
 _ATTEND_SCHEMA = f"(Tensor q, {_TOKENS}, {_STATE}, float softmax_scale, float softcap) -> Tensor"
 
 
-# k and v with the rows behind the entries, in which a draft lies.
+# Here k and v include the spare rows behind the entries, to which the draft is written.
 _DRAFT_SCHEMA = (
     "(Tensor q, Tensor k_new, Tensor v_new, Tensor score_new, Tensor(a!) k, Tensor(b!) v, "
     "Tensor score, Tensor position, Tensor seen, float softmax_scale, float softcap) "

@@ -1,11 +1,12 @@
-"""The operators that move whole keys, without gradients.
+"""The operators that copy keys, values and scores. They have no gradients.
 
-    dmattn::join_keys   the keys of a stretch behind those of a state or a cache
-    dmattn::keep_keys   of keys in order of position those that the last row of a selection keeps
+    dmattn::join_keys   append the keys of a stretch to those of a state or a cache
+    dmattn::keep_keys   extract the keys that the last row of a selection keeps
 
-Where gradients are wanted, `dmattn.key_state` and `dmattn.stretches` do the same by operations of
+If gradients are needed, `dmattn.key_state` and `dmattn.stretches` do the same by operations of
 torch. Letters: B batch, L keys, N heads of the result, D and Dv head dimension of keys and of
-values. Other heads n, of keys or of numbers, divide N: each stands for N / n neighbouring ones.
+values. A tensor may have a number n of heads that divides N: each head then stands for N / n
+neighbouring heads.
 """
 
 from functools import partial
@@ -45,25 +46,29 @@ def join_keys(
     place_first: Tensor | None = None,
     into: Rows | None = None,
 ) -> Rows:
-    """Call the operator.
+    """Append new keys to others, by the operator dmattn::join_keys.
 
     Args:
-        first: k (B, F, N, D), v (B, F, N, Dv) and score (B, N, F): the last of the entries in front
-            of the new keys. Those before them hold no key: zeros, with a score of -inf.
+        first: k (B, F, N, D), v (B, F, N, Dv) and score (B, N, F). They become the last of the
+            entries in front of the new keys. The entries before them hold no key: zeros, with a
+            score of -inf.
         new: k (B, S, n, D), v (B, S, n, Dv) and score ({B|1}, n, S).
-        mask: bool ({B|1}, n, S), False for a score of -inf; or None.
-        front: entries in front of the new keys, at least F.
-        direct: leave the dispatcher of torch out, where it would do nothing but call this.
-        place_first: int32 (B, N, F), where each key of `first` lies in it; None: where it stands.
-        into: where to write it, of any strides, overlapping with nothing that is read; needs
-            `direct`.
+        mask: bool ({B|1}, n, S), False for new keys whose score becomes -inf; or None.
+        front: number of entries in front of the new keys, at least F.
+        direct: call the implementation instead of the operator, where torch's dispatcher would do
+            nothing else.
+        place_first: int32 (B, N, F): the i-th key taken from `first` is its entry place_first[i].
+            None: in their order.
+        into: where to write the result, of any strides, sharing memory with nothing that is read;
+            needs `direct`. None: new tensors.
 
     Returns:
-        k (B, front + S, N, D), v likewise, and score (B, N, front + S) in the dtype of that of
-        `first`, to which that of `new` must convert without loss.
+        k (B, front + S, N, D), v (B, front + S, N, Dv) and score (B, N, front + S). The score has
+        the dtype of the score in `first`. That of the score in `new` must convert to it without
+        loss.
 
     Raises:
-        ValueError: a shape does not fit.
+        ValueError: front is less than F, or the CUDA library finds a shape that does not fit.
     """
     if direct:
         device = cuda if new[0].is_cuda else cpu
@@ -118,10 +123,12 @@ def _join(
 
 
 def copy_keys(keys: Rows, into: Rows) -> None:
-    """Copy keys to where others stand: k (B, L, N, D), v (B, L, N, Dv) and score (B, N, L).
+    """Copy keys into other tensors, by the implementation of dmattn::join_keys.
 
-    `into`: the same or more of each, of any strides. Entries in front of the last L get no key. For
-    callers that are direct.
+    Args:
+        keys: k (B, L, N, D), v (B, L, N, Dv) and score (B, N, L).
+        into: tensors of the same shapes, or with more than L entries, of any strides. The keys are
+            written to the last L entries; the entries before them get no key.
     """
     k, v, score = keys
     none = k[:, :0], v[:, :0], score[:, :, :0]
@@ -143,29 +150,31 @@ def keep_keys(
     into: KeptKeys | None = None,
     beside_attention: bool = False,
 ) -> KeptKeys:
-    """Call the operator.
+    """Extract the keys that the last row of a selection keeps, by the operator dmattn::keep_keys.
 
     Args:
-        row: the position of the last row; keys whose end lies behind it are kept.
-        end: int32 ({B|1}, n, L) of a selection, in which that row keeps `window` keys or fewer.
-        place: int32 (B, N, L), where each of those keys lies in what follows; None: where it
-            stands.
+        row: the position of the last row; key j is kept if end[j] > row.
+        end: int32 ({B|1}, n, L), the interval ends of a selection in which that row keeps `window`
+            keys or fewer.
+        place: int32 (B, N, L): the key that `end` counts as the i-th is entry place[i] of `keys`
+            and `position`. None: entry i.
         keys: k (B, L, n, D), v (B, L, n, Dv) and score ({B|1}, n, L).
-        position: int32 ({B|1}, n, P) of the first P keys as they lie. The others count on from
-            `seen`. None for P = 0.
-        seen: int32 (B,), None for 0.
+        position: int32 ({B|1}, n, P), positions of the first P entries of `keys`. Those of the
+            other entries continue from `seen`. None for P = 0.
+        seen: int32 (B,), number of tokens before those other entries; None for 0.
         window: w, at least 1.
-        direct: leave the dispatcher of torch out, where it would do nothing but call this.
-        into: where to write it, k, v and score of any strides, overlapping with nothing that is
-            read, and scores of a dtype to which that of the keys converts without loss; needs
-            `direct`.
-        beside_attention: they are written while the attention runs that was enqueued right before.
-            It uses none of the memory in `into`, which was there before, and nothing that is read
-            here was written since.
+        direct: call the implementation instead of the operator, where torch's dispatcher would do
+            nothing else.
+        into: where to write the result: k, v and score of any strides, sharing memory with nothing
+            that is read. The dtype of its scores must be one to which the scores in `keys` convert
+            without loss. Needs `direct`. None: new tensors.
+        beside_attention: allow the copy to run at the same time as the attention that was enqueued
+            right before. Needs that `into` was allocated before that attention, which must not use
+            its memory, and that nothing that is read here was written since.
 
     Returns:
         The kept keys as the last of w entries, in order of position; entries without a key hold
-        zeros, a score of -inf and position -1. And seen + L - P.
+        zeros, a score of -inf and position -1. `seen` of the result is seen + L - P.
     """
     k, v, score = keys
     if direct:
@@ -178,7 +187,10 @@ def keep_keys(
 
 
 def empty_kept(end: Tensor, keys: Rows, window: int, score_dtype: torch.dtype) -> KeptKeys:
-    """What `keep_keys` fills, of contiguous memory; the other arguments are its own."""
+    """Uninitialised contiguous memory for the result of `keep_keys`, with scores of `score_dtype`.
+
+    The other arguments are those of `keep_keys`.
+    """
     kept = _empty_kept(0, end, None, *keys, None, None, window)
     if kept.score.dtype == score_dtype:
         return kept

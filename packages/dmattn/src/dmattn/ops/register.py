@@ -1,4 +1,4 @@
-"""Registration of operators with torch: schema, implementations, fake, batching and tags."""
+"""Registration of operators with torch: schema, implementations, fake, vmap rule and tags."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,22 +7,22 @@ from typing import Any, NamedTuple
 import torch
 
 _COMPILES = torch.Tag.pt2_compliant_tag
-# Older releases of torch know only the weaker promise to keep the order of the strides.
+# Older releases of torch only have the weaker tag, by which the order of the strides is kept.
 _KEEPS_STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
 
 
 class Operator(NamedTuple):
     """What torch has to know of an operator."""
 
-    name: str  # with its namespace
+    name: str  # including the namespace, such as "dmattn::fwd"
     schema: str
     on_cpu: Callable[..., Any]
     on_cuda: Callable[..., Any]
     fake: Callable[..., Any]
-    # Whether a compiler has to hand over tensors with the strides that eager mode would have: where
-    # these decide what is read in place and what is copied.
+    # Whether compiled code has to pass tensors with the strides that they have in eager mode. For
+    # operators whose implementation depends on strides, to read in place or copy.
     exact_strides: bool = False
-    # What torch.func.vmap makes of it: a rule of `dmattn.ops.batching`. None: torch makes a loop.
+    # The rule for torch.func.vmap, from `dmattn.ops.batching`. None: torch calls it in a loop.
     batching: Callable[..., Any] | None = None
 
 

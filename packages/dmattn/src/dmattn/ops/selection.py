@@ -1,8 +1,8 @@
 """The operators that make selections.
 
-dmattn::select_keys chooses by a score per key which keys each query row keeps,
-dmattn::build_key_lists makes the lists that belong to given intervals, and dmattn::document_ends
-the intervals of packed documents.
+dmattn::select_keys       choose, by a score per key, which keys each query row keeps
+dmattn::build_key_lists   make the lists that belong to given intervals
+dmattn::document_ends     make the intervals of packed documents
 """
 
 import math
@@ -29,7 +29,7 @@ from dmattn.ops.sharding import register_for
 from dmattn.validation import is_one_or
 
 # Sizes are SymInt, so that one compiled graph serves every length. `lists`: how many lists to make,
-# at least as many as blocks of rows (None: that many); those behind the blocks are empty.
+# at least one per block of rows (None: one per block); lists beyond the blocks are empty.
 _SELECT = (
     "(Tensor scores, Tensor? key_mask, SymInt window, SymInt seqlen_q, bool is_causal, "
     "Tensor? cu_seqlens=None, SymInt? lists=None) "
@@ -56,26 +56,28 @@ def select_keys(
     direct: bool = False,
     cleared: bool = True,
 ) -> Selection:
-    """Call the operator.
+    """Choose the keys with the highest scores, by the operator dmattn::select_keys.
 
     Args:
-        scores: floating ({B|1}, {heads|1}, Sk), any strides; on CUDA not float64. No gradient.
+        scores: floating ({B|1}, {heads|1}, Sk), any strides; on CUDA not float64. Detached: the
+            choice has no gradient.
         key_mask: bool ({B|1}, {heads|1}, Sk), True where a key may be kept, or None.
-        window: keys to keep, at least 1.
+        window: number of keys to keep, at least 1.
         seqlen_q: Sq, at most Sk when causal; row i stands at position i + Sk - Sq.
-        is_causal: each row keeps the best of the keys up to its position, or all rows the best of
-            all keys.
-        cu_seqlens: int32 (documents + 1,), rising from 0 to Sk: boundaries of documents packed one
-            behind the other. Keys compete, and are seen, within their document. Causal, Sq = Sk.
-            On CUDA the values are trusted; wrong ones give another selection, not an invalid one.
-        direct: leave the dispatcher of torch out, where it would do nothing but call this.
-        cleared: whether entries behind the last one of a list have to be zeros. Attention does not
-            read them; uncleared, which takes a launch less, those behind the next multiple of 128
-            may have any values.
+        is_causal: True: each row keeps the best of the keys up to its position. False: all rows
+            keep the best of all keys.
+        cu_seqlens: int32 (documents + 1,), rising from 0 to Sk: boundaries of packed documents.
+            Keys are chosen, and seen, within their document only. Needs is_causal and Sq = Sk. On
+            CUDA the values are not checked; wrong ones give another selection, not an invalid one.
+        direct: call the implementation instead of the operator, where torch's dispatcher would do
+            nothing else.
+        cleared: whether the unused entries of a list have to be zeros. Attention does not read
+            them. If False, which saves a launch on CUDA, entries beyond the length of a list
+            rounded up to a multiple of 128 may have any values.
 
     Raises:
         TypeError: a dtype is wrong.
-        ValueError: a shape, device or number does not fit; on the CPU also values of cu_seqlens.
+        ValueError: a shape, device or number does not fit, or, on the CPU, values of cu_seqlens.
     """
     lists = num_lists(seqlen_q, is_causal)
     if not direct or scores.requires_grad:
@@ -90,10 +92,14 @@ def select_keys(
 def prepared_select(
     found: Selection, window: int, seqlen_q: int, is_causal: bool
 ) -> Callable[[Tensor, Tensor | None], Selection]:
-    """`select_keys` of further scores and masks like those for which it found `found`.
+    """A function of (scores, key_mask) that is `select_keys` for later calls of one kind.
 
-    Called with scores and key_mask; directly, not cleared, and for attention, which wants no more
-    lists than there are blocks of rows.
+    It calls the implementation directly, does not clear unused entries, and makes exactly one list
+    per block of rows, as attention wants it.
+
+    Args:
+        found: the selection of the first call, with scores and mask of the same shapes.
+        window, seqlen_q, is_causal: those of all calls.
     """
     if found.end.is_cuda and found.idx.numel() > 0:
         return cuda.PreparedSelection(found, window, seqlen_q, is_causal)
@@ -117,7 +123,10 @@ def _empty_selection(
     lists: int | None = None,
     cleared: bool = True,
 ) -> Selection:
-    """Results to be filled, idx with zeros; raises for inputs that do not fit together."""
+    """An uninitialised selection to be filled, with zeros in idx if `cleared`.
+
+    Raises TypeError or ValueError for arguments that do not fit together.
+    """
     if scores.dim() != 3:
         raise ValueError(
             f"scores: got shape {tuple(scores.shape)}, wanted (batch|1, heads|1, seqlen_k)"
@@ -222,7 +231,7 @@ def _select_cuda(
 
 
 def _as_many(tensors: tuple[Tensor, ...], lists: int | None) -> tuple[Tensor, ...]:
-    """idx, count, full and so on, with empty lists added at the end up to `lists` of them."""
+    """idx, count, full and so on, with empty lists appended until there are `lists` of them."""
     blocks = tensors[0].shape[2]
     if lists is None or lists == blocks:
         return tensors
@@ -240,16 +249,17 @@ def _as_many(tensors: tuple[Tensor, ...], lists: int | None) -> tuple[Tensor, ..
 def build_key_lists(
     end: Tensor, seqlen_q: int, capacity: int, reach: int | None, direct: bool = False
 ) -> KeyLists:
-    """Call the operator.
+    """Make the lists of given intervals, by the operator dmattn::build_key_lists.
 
     Args:
         end: int32 ({B|1}, heads, Sk): the rows at positions j <= r < end[j] keep key j.
         seqlen_q: Sq <= Sk; row i stands at position i + Sk - Sq.
         capacity: room of each list, a multiple of 128. A list that does not fit is left empty;
-            `needed` has its length. 0 asks for the lengths alone.
-        reach: keys further than that before the first row of a block are not looked for; the
-            largest end[j] - j, or None where that is unknown.
-        direct: leave the dispatcher of torch out, where it would do nothing but call this.
+            `needed` has its length. A capacity of 0 gives the lengths alone.
+        reach: the largest end[j] - j, or None if it is unknown. For a block of rows, keys further
+            than this before its first row are not searched.
+        direct: call the implementation instead of the operator, where torch's dispatcher would do
+            nothing else.
 
     Raises:
         TypeError: a dtype is wrong.
@@ -265,7 +275,10 @@ def build_key_lists(
 def _empty_lists(
     end: Tensor, seqlen_q: int, capacity: int, reach: int, lists: int | None = None
 ) -> KeyLists:
-    """Results to be filled, idx with zeros; raises for inputs that do not fit together."""
+    """Uninitialised lists to be filled, with zeros in idx.
+
+    Raises TypeError or ValueError for arguments that do not fit together.
+    """
     if end.dim() != 3:
         raise ValueError(f"end: got shape {tuple(end.shape)}, wanted (batch|1, heads|1, seqlen_k)")
     if end.dtype != torch.int32:
@@ -307,19 +320,19 @@ def _build_cuda(
 
 
 def document_ends(cu_seqlens: Tensor, seqlen_k: int) -> Tensor:
-    """Call the operator.
+    """The interval ends of packed documents, by the operator dmattn::document_ends.
 
     Args:
-        cu_seqlens: int32 (documents + 1,), rising from 0 to Sk: boundaries of documents packed one
-            behind the other. On CUDA the values are trusted; wrong ones give other documents.
+        cu_seqlens: int32 (documents + 1,), rising from 0 to Sk: boundaries of packed documents. On
+            CUDA the values are not checked; wrong ones give other documents.
         seqlen_k: Sk.
 
     Returns:
-        int32 (Sk,): for each key the first one behind its document.
+        int32 (Sk,): for each key the index of the first key after its document.
 
     Raises:
         TypeError: cu_seqlens is not int32.
-        ValueError: its shape does not fit; on the CPU also its values.
+        ValueError: its shape does not fit, or, on the CPU, its values.
     """
     ends: Tensor = torch.ops.dmattn.document_ends(cu_seqlens, seqlen_k)
     return ends

@@ -1,8 +1,9 @@
-"""How DTensor may split attention, and the choice of keys, over the ranks of a mesh.
+"""The rules by which DTensor may shard attention, and the choice of keys, over a device mesh.
 
-Attention is independent over batch entries and over heads, so either may be split; key/value heads
-stay with the query heads that they serve. Packed sequences are computed whole on every rank. The
-rules are registered when a DTensor is first seen, since importing DTensor takes a while.
+Attention is independent over batch entries and over heads, so it may be sharded along either of
+them; key/value heads stay on the rank of the query heads that they serve. Packed sequences are
+computed whole on every rank. The rules are registered when a DTensor is first seen, since importing
+DTensor takes a while.
 """
 
 import functools
@@ -18,19 +19,24 @@ _DTENSOR = "torch.distributed.tensor"
 
 
 def register_for(*tensors: object) -> None:
-    """Register the rules if one of these is a DTensor; while torch compiles it is too late."""
+    """Register the rules if one of these is a DTensor. Does nothing while torch compiles."""
     if not torch.compiler.is_compiling() and any(map(is_dtensor, tensors)):
         _register()
 
 
 def is_dtensor(t: object) -> bool:
-    """Whether it is a DTensor. That is not imported here: whoever has one has imported it."""
+    """Whether t is a DTensor. Does not import DTensor: whoever has one has already imported it."""
     kind = getattr(sys.modules.get(_DTENSOR), "DTensor", None)
     return kind is not None and isinstance(t, kind)
 
 
 def refuse_dtensors(of_what: str, **arguments: object) -> None:
-    """Raise TypeError for a DTensor, where a plain tensor is wanted; `of_what`: which one."""
+    """Raise TypeError if an argument is a DTensor, although a plain tensor is wanted.
+
+    Args:
+        of_what: the words after "a plain tensor" in the error message, such as " for a state".
+        arguments: the arguments by name.
+    """
     for name, value in arguments.items():
         if is_dtensor(value):
             raise TypeError(
@@ -49,7 +55,10 @@ def _register() -> None:
 
 
 def _forward_rules(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
-    """The ways to place results and arguments on one dimension of a mesh."""
+    """The rules of dmattn::fwd: placements of its results and arguments along one mesh dimension.
+
+    As `register_sharding` expects them: a list of (placements of results, of arguments).
+    """
     rules = []
     named = dict(zip(FWD_NAMES, arguments, strict=False))
     for split in _splits(named):
@@ -75,7 +84,7 @@ def _backward_rules(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
                 outputs.append(_shard(None, split))
                 continue
             place = _place(name, operand, split)
-            # Ranks add up the gradient of what they share.
+            # If ranks share an operand, their gradients of it have to be added up.
             shared = split is not None and place.is_replicate()
             outputs.append(Partial() if shared else place)
         rules.append((outputs, places))
@@ -85,7 +94,10 @@ def _backward_rules(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
 def _selection_rules(
     scores: Any, key_mask: Any, window: int, seqlen_q: int, is_causal: bool, *others: Any
 ) -> list[tuple[list[Any], list[Any]]]:
-    """Of dmattn::select_keys, whose results have the larger batch and heads of its two tensors."""
+    """The rules of dmattn::select_keys.
+
+    Its results have the larger batch, and the larger number of heads, of scores and key_mask.
+    """
     rules = []
     for split in _even_splits(scores, key_mask):
         result = _shard((BATCH, HEADS), split)
@@ -97,7 +109,10 @@ def _selection_rules(
 
 
 def _even_splits(*tensors: Any) -> list[int | None]:
-    """None, and what ({B|1}, {heads|1}, Sk) tensors can be split into equal parts by."""
+    """The splits of tensors ({B|1}, {heads|1}, Sk) into equal parts: None, BATCH, HEADS.
+
+    None, which is no split at all, is always among them.
+    """
     given = [t for t in tensors if t is not None]
     ranks = max(given[0].mesh.shape)
     splits: list[int | None] = [None]
@@ -109,7 +124,7 @@ def _even_splits(*tensors: Any) -> list[int | None]:
 
 
 def _splits(named: dict[str, Any]) -> list[int | None]:
-    """None, no split at all, and what can be split into equal parts."""
+    """The splits of attention into equal parts: None (no split), and BATCH or HEADS if possible."""
     if named.get("cu_seqlens_q") is not None:
         return [None]
     ranks = max(named["q"].mesh.shape)
@@ -122,7 +137,7 @@ def _splits(named: dict[str, Any]) -> list[int | None]:
 
 
 def _place(name: str, value: Any, split: int | None) -> Any:
-    """Where an argument goes: whole to all ranks where it has one entry for all parts."""
+    """The placement of an argument: sharded, or whole on all ranks if it is broadcast there."""
     dims = AXES.get(name)
     if value is None or name == "needs" or not hasattr(value, "shape"):
         return None

@@ -37,7 +37,7 @@ def axes_or_new(ax: Any, width: float, height: float) -> Any:
     """The axes given, or those of a new figure of this size in inches.
 
     Raises:
-        TypeError: ax is none of matplotlib's.
+        TypeError: ax is not a matplotlib Axes.
     """
     pyplot = matplotlib_module("pyplot")
     if ax is not None:
@@ -50,7 +50,7 @@ def axes_or_new(ax: Any, width: float, height: float) -> Any:
 def save(ax: Any, path: str | Path | None) -> None:
     """Write the figure of the axes to a file, if there is a path."""
     if path is not None:
-        # Of a part of a figure, the whole.
+        # For axes in a part of a figure (a subfigure), the whole figure.
         ax.figure.figure.savefig(path, dpi=150, bbox_inches="tight")
 
 
@@ -72,7 +72,7 @@ def check_not_empty(name: str, query_len: int, key_len: int) -> None:
 
 
 def check_entry(name: str, index: int, size: int) -> int:
-    """An index into a dimension of this size; one that is broadcast serves every index.
+    """An index into a dimension of this size; a dimension of size 1 serves every index.
 
     Raises:
         TypeError: it is no integer.

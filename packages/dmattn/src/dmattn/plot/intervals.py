@@ -24,11 +24,11 @@ def lifetimes(
     path: str | Path | None = None,
     ax: Any = None,
 ) -> Any:
-    """Draw for each key how many queries keep it: running top-w, key by key.
+    """Draw for each key how many queries keep it.
 
-    A key enters at its own position and stays until `window_size` better ones have come. Keys that
-    the last query still keeps are marked: how long they would have stayed is not known. Long
-    selections are drawn as densities.
+    In running top-w a key enters at its own position and stays until `window_size` better ones have
+    come. Keys that the last query still keeps are marked: how long they would have stayed is not
+    known. Long selections are drawn as densities.
 
     Args:
         selection: a causal KeySelection.
@@ -42,7 +42,7 @@ def lifetimes(
     Raises:
         ImportError: matplotlib is not installed.
         TypeError: selection is no KeySelection, or ax no axes.
-        ValueError: it is not causal: no key leaves then. Or it has no queries or no keys.
+        ValueError: selection is not causal, so that no key leaves, or has no queries or no keys.
         IndexError: there is no such head or batch entry.
     """
     if not isinstance(selection, KeySelection):

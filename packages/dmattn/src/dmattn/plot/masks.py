@@ -34,7 +34,7 @@ def mask(
             is drawn as one row or, when is_causal, as Sk rows.
         head, batch: which head and batch entry; any number where that dimension is 1.
         is_causal: for a bool mask: hide the keys that causality hides, aligned to the bottom right
-            corner. A selection knows it by itself.
+            corner. A selection itself says whether it is causal.
         path: where to save the picture, by the suffix of its name; None to save nothing.
         ax: the matplotlib axes to draw on; those of a new figure when None.
         pixels: the most pixels in either direction.
@@ -45,7 +45,7 @@ def mask(
     Raises:
         ImportError: matplotlib is not installed.
         TypeError: keep is neither a KeySelection nor a bool tensor, or ax no axes.
-        ValueError: keep has a shape that is none of these, or no queries or keys.
+        ValueError: keep has none of the shapes above, or has no queries or no keys.
         IndexError: there is no such head or batch entry.
     """
     most = check_int("pixels", pixels, 1)
@@ -103,7 +103,10 @@ def _name(keep: KeySelection) -> str:
 
 
 def _rows_are_alike(drawn: Pixels) -> bool:
-    """Whether every query is known to keep the same keys: blocks of them may keep equal shares."""
+    """Whether every query is known to keep the same keys.
+
+    Where a pixel is a block of queries, equal shares do not tell that.
+    """
     one_query = int(drawn.rows[-1]) == 1
     return one_query or (drawn.is_exact and bool((drawn.kept == drawn.kept[:1]).all()))
 
@@ -137,7 +140,7 @@ def _draw_entries(ax: Any, drawn: Pixels, how: dict[str, Any]) -> None:
     colors, patches = axes.matplotlib_module("colors"), axes.matplotlib_module("patches")
     state = (drawn.visible > 0).int() + (drawn.kept > 0).int()
     colours = colors.ListedColormap([axes.HIDDEN, axes.DROPPED, axes.KEPT])
-    # Shrunk as colours: a mean of 0 and 2 would look like "dropped".
+    # Colours are averaged, not states: a mean of 0 and 2 would look like "dropped".
     how = how | {"interpolation_stage": "rgba"}
     ax.imshow(state.tolist(), cmap=colours, vmin=0, vmax=2, **how)
     labels = {axes.KEPT: "kept", axes.DROPPED: "dropped"}

@@ -40,7 +40,7 @@ def of_selection(selection: "KeySelection", batch: int, head: int, pixels: int) 
 
 
 def of_tensor(mask: Tensor, is_causal: bool, pixels: int) -> Pixels:
-    """The pixels of a bool (Sq, Sk), read in blocks of rows; it may be an expanded view."""
+    """The pixels of a bool mask (Sq, Sk), which may be an expanded view, read in blocks of rows."""
     query_len, key_len = mask.shape
     rows, keys = edges(query_len, pixels), edges(key_len, pixels)
     key = torch.arange(key_len, device="cpu")
@@ -68,7 +68,7 @@ def row_intervals(selection: "KeySelection", batch: int, head: int) -> tuple[Ten
 
 
 def _visible(first: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
-    """Entries of each pixel that rows may see, where key j is seen from row first[j] on."""
+    """How many entries of each pixel rows may see, if key j is seen from row first[j] on."""
     query_len = int(rows[-1])
     return _entries(first.clamp(0, query_len), torch.full_like(first, query_len), rows, keys)
 

@@ -21,7 +21,7 @@ _ENTRIES_AT_ONCE = 2**21
 
 
 class _Rows(NamedTuple):
-    """Some rows of one head, and what each pixel of keys holds of them."""
+    """Some rows of one head, and what each pixel (a block of keys) shows of them."""
 
     heavy: Tensor  # int64 (rows,): how few keys get half of the attention
     held: Tensor  # int64 (rows,): keys kept
@@ -56,10 +56,10 @@ def attention(
     for the drawn rows of the one head only, in float64 on the CPU, a few rows at a time.
 
     Without `row` the picture has a row for each query (for one in several, evenly chosen, where
-    there are more queries than pixels) and a column for each key or block of keys, whose
-    probabilities are added up: white is what causality hides, grey what is dropped, and the colour
-    of what is kept says how much attention it gets. With `row` it shows the probabilities of that
-    one query, with a mark below each key that it keeps.
+    there are more queries than pixels) and a column for each key, or for each block of keys, whose
+    probabilities are added up. Keys hidden by causality are white, dropped keys grey, and the
+    colour of kept keys says how much attention they get. With `row` it shows the probabilities of
+    that one query, with a mark below each key that it keeps.
 
     Args:
         query: (B, Sq, H, D), as flash_dmattn_func takes it.
@@ -79,7 +79,7 @@ def attention(
     Raises:
         ImportError: matplotlib is not installed.
         IndexError: there is no such head, batch entry or row.
-        TypeError, ValueError: as flash_dmattn_func; ValueError also for no queries or keys.
+        TypeError, ValueError: as flash_dmattn_func; ValueError also without queries or keys.
     """
     most = check_int("pixels", pixels, 1)
     # The value takes no part in the probabilities; the key stands in for it.
@@ -154,7 +154,7 @@ def _probabilities(problem: Problem, batch: int, head: int, rows: Tensor, keys: 
     probs = exact.probs.expand(1, 1, *shape)[0, 0]
     most = probs.sort(dim=-1, descending=True).values.cumsum(-1)
     return _Rows(
-        (most < most[:, -1:] / 2).sum(-1) + 1,  # sinks leave less than 1 in all
+        (most < most[:, -1:] / 2).sum(-1) + 1,  # with sinks the sum is below 1
         keep.expand(shape).sum(-1),
         sums(probs, keys),
         sums(keep.expand(shape).long(), keys) > 0,
@@ -189,7 +189,7 @@ def _of_rows(t: Tensor, rows: Tensor) -> Tensor:
 
 
 def _summary(drawn: _Rows) -> str:
-    """How many keys are kept, and how few of them get most of the attention; or that it is NaN."""
+    """How many keys are kept, and how few get half of the attention; or that there is NaN."""
     some = drawn.held > 0
     if not bool(some.any()):
         return "no key is kept"
@@ -209,7 +209,7 @@ def _draw_matrix(ax: Any, drawn: _Rows, keys: Tensor, query_len: int) -> None:
     colors = axes.matplotlib_module("colors")
     ground = drawn.mass.new_ones(*drawn.mass.shape, 3)
     ground[drawn.visible] = ground.new_tensor(colors.to_rgb(axes.DROPPED))
-    # What is NaN has no place in the scale.
+    # NaN has no place in the colour scale.
     ground[drawn.kept & drawn.mass.isnan()] = ground.new_tensor(colors.to_rgb(axes.KEPT))
     key_len = int(keys[-1])
     how = {

@@ -35,7 +35,7 @@ class TokenScores:
         return self.html
 
     def save(self, path: str | Path) -> None:
-        """Write it to the file `path` as a page of its own, to open in a browser."""
+        """Write the HTML to the file `path` as a complete page, to open in a browser."""
         head = '<!doctype html><meta charset="utf-8"><title>scores of tokens</title>'
         Path(path).write_text(f"{head}\n{self.html}\n", encoding="utf-8")
 
@@ -57,7 +57,7 @@ def token_scores_html(
 
     Raises:
         TypeError: scores is no floating tensor, kept no bool tensor, or tokens no strings.
-        ValueError: there are not as many scores as tokens, or as many of kept.
+        ValueError: scores or kept have another number of entries than there are tokens.
     """
     words, levels, marked = _checked(tokens, scores, kept)
     spans = []
@@ -85,7 +85,7 @@ def token_scores(
 ) -> Any:
     """Draw text in which the colour of each token says how high its score is.
 
-    For some hundred tokens; of a longer text, pass a part.
+    Suits some hundred tokens; of a longer text, pass a part.
 
     Args:
         tokens, scores, kept: as for `token_scores_html`.
@@ -186,7 +186,7 @@ def _ink(level: float) -> str:
 
 
 def _places(words: Sequence[str], columns: int) -> Iterator[tuple[int, int, str, int]]:
-    """Line, column, text and number of each piece of a token, cut where lines end."""
+    """Line, column, text and token number of each piece; tokens are cut where lines end."""
     line, column = 0, 0
     for token, word in enumerate(words):
         piece, start = "", column

@@ -1,4 +1,4 @@
-"""Masks built from attention biases, and the way from padded batches to packed sequences."""
+"""Masks built from attention biases, and conversion between padded batches and packed sequences."""
 
 from dmattn.utils.mask import create_mask, dynamic_mask, maybe_create_mask, top_window_mask
 from dmattn.utils.padding import (

@@ -1,7 +1,8 @@
 """Boolean masks that keep the keys with the highest bias.
 
-`create_mask` and its relatives choose among all keys, alike for every query row. `top_window_mask`
-also knows the causal rule, under which each row chooses among the keys up to its own position.
+`create_mask`, `maybe_create_mask` and `dynamic_mask` choose, for each row of the bias, among all
+keys that the mask allows. `top_window_mask` can also be causal: each query row then chooses among
+the keys up to its own position. {B|1} below is a dimension of size B or 1.
 """
 
 import math
@@ -34,22 +35,20 @@ def create_mask(
     block_size: int | None = None,
     type: str = "topk",
 ) -> Tensor:
-    """Choose keys by their bias.
+    """Choose keys by their bias, with a fixed number of keys per row or a threshold.
 
     Args:
-        attention_bias: floating ({B|1}, {H|HK|1}, {Sq|1}, Sk), or (B, H|HK, Sk). Not changed, and
-            no gradient flows through the choice. NaN is never chosen.
-        attention_mask: bool, True where a key may be chosen, or None for all of them. Either of a
-            shape that broadcasts to the bias's, or (B, Sk), or (B, Sq), which speaks of the last
-            Sq keys and allows those before them; the latter two may hold integers, 0 for padding.
-            Beside a bias without query rows, a mask with
-            query rows allows a key that any row allows; the result cannot say more, so such a mask
-            has to be applied to the attention as well.
+        attention_bias: floating ({B|1}, {H|HK|1}, {Sq|1}, Sk), or ({B|1}, H|HK, Sk). Not changed,
+            and no gradient flows through the choice. NaN is never chosen.
+        attention_mask: True where a key may be chosen, or None for all keys. Either bool, of a
+            shape that broadcasts to that of the bias; or bool or integer (0 for padding), (B, Sk)
+            or (B, Sq). The last form is for the last Sq keys, and allows all keys before them. If
+            the bias has no rows of queries but the mask has, a key may be chosen if any row of the
+            mask allows it; such a mask has to be applied in the attention as well.
         batch_size, query_len, key_len: B, Sq and Sk.
         window_size: how many keys "topk" keeps for each row of the bias; all when Sk is smaller.
-            "relu" does not read it.
-        min_dtype: a bias at or below this value counts as masked. None: only -inf does, which no
-            conversion to a narrower dtype can produce from a finite bias.
+            "relu" ignores it.
+        min_dtype: a bias at or below this value counts as masked. None: only -inf counts as masked.
         block_size: after choosing, decide each run of this many keys as a whole, by its majority:
             kept if more than half of its keys were chosen, dropped otherwise (the last run may be
             shorter). A masked key stays dropped. None or 1: no such step.
@@ -60,7 +59,7 @@ def create_mask(
         A new bool tensor of the bias's own shape, True where a key is kept.
 
     Raises:
-        TypeError: the bias is not floating, the mask is not bool, or a number is not one.
+        TypeError: the bias is not floating, the mask has a wrong dtype, or a number is not one.
         ValueError: a shape or device does not fit, window_size or block_size is below 1, or type is
             unknown.
     """
@@ -92,10 +91,11 @@ def maybe_create_mask(
     window_size: int | None,
     min_dtype: float | None = None,
 ) -> Tensor | None:
-    """`create_mask` by "topk" where there is something to choose.
+    """`create_mask` with type "topk", if there are more keys than the window holds.
 
     Args:
-        attention_bias, attention_mask, batch_size, query_len, key_len, min_dtype: as `create_mask`.
+        attention_bias, attention_mask, batch_size, query_len, key_len, min_dtype: as for
+            `create_mask`.
         window_size: how many keys to keep for each row of the bias, or None for all.
 
     Returns:
@@ -127,14 +127,14 @@ def dynamic_mask(
 
     Args:
         attention_bias: floating (..., Sk). Not changed, and no gradient flows through the choice.
-        attention_mask: bool of a shape that broadcasts to the bias's, or None.
-        window_size, min_dtype, block_size: as `create_mask`.
+        attention_mask: bool of a shape that broadcasts to that of the bias, or None.
+        window_size, min_dtype, block_size: as for `create_mask`.
 
     Returns:
         A new bool tensor of the bias's own shape, True where a key is kept.
 
     Raises:
-        TypeError: the bias is not floating, the mask is not bool, or window_size is not an int.
+        TypeError: the bias is not floating, the mask has a wrong dtype, or a number is not one.
         ValueError: the bias has no dimension, or the mask does not broadcast to it; window_size or
             block_size is below 1.
     """
@@ -159,19 +159,22 @@ def top_window_mask(
 ) -> Tensor:
     """The keys that each query row keeps under `window_size`, as a dense mask.
 
-    Row i chooses the `window_size` keys with the highest bias among those that it may see: those
-    that the mask allows and, when causal, those up to position i + Sk - Sq. Of equal biases the
-    later key is kept, so a constant bias gives a sliding window. NaN or -inf is never chosen.
+    Row i chooses the `window_size` keys with the highest bias among those that it may see: the keys
+    that the mask allows and that, when causal, are not after position i + Sk - Sq. Of equal biases
+    the later key is kept, so a constant bias gives a causal sliding window. Keys with a bias of NaN
+    or -inf are never chosen.
 
-    This is what `flash_dmattn_func(..., window_size=...)` attends to, and what it makes itself
-    where the mask or the bias differs between query rows. It takes memory for Sq * Sk keys.
+    These are the keys that `flash_dmattn_func(..., window_size=...)` attends to; it calls this
+    function itself if the mask or the bias differs between query rows. The mask takes memory for
+    Sq * Sk entries.
 
     Args:
         attention_bias: floating ({B|1}, {H|HK|1}, {Sq|1}, Sk) or ({B|1}, {H|HK|1}, Sk). Not
-            changed, and no gradient flows.
+            changed, and no gradient flows through the choice.
         window_size: at least 1.
         query_len: Sq; Sk when None.
-        is_causal: choose row by row among the past, rather than once among all keys.
+        is_causal: True: each row chooses among the keys up to its own position. False: among all
+            keys.
         attention_mask: True where a key may be seen: bool ({B|1}, {H|HK|1}, {Sq|1}, {Sk|1}), or
             bool or integer (B, Sk), or None.
 
@@ -180,7 +183,7 @@ def top_window_mask(
         row when not causal and both mask and bias have one row.
 
     Raises:
-        TypeError: the bias is not floating, the mask is not bool, or a number is not one.
+        TypeError: the bias is not floating, the mask has a wrong dtype, or a number is not one.
         ValueError: a shape or device does not fit, or a number is too small.
     """
     window_size = check_int("window_size", window_size, 1)
@@ -211,14 +214,14 @@ def _top(
     min_dtype: float | None,
     block_size: int | None,
 ) -> Tensor:
-    """`dynamic_mask` of checked arguments."""
-    # topk takes NaN for the highest of all.
+    """`dynamic_mask` for checked arguments."""
+    # Without this topk would take NaN for the largest number of all.
     bias = attention_bias.detach().nan_to_num(-math.inf, math.inf, -math.inf)
     if allowed is not None:
         bias = bias.masked_fill(~allowed, -math.inf)
     values, indices = bias.topk(smaller(window_size, bias.shape[-1]), dim=-1, sorted=False)
     keep = torch.zeros(bias.shape, dtype=torch.bool, device=bias.device)
-    # Not in place, as torch.func.vmap cannot write a batch into what has none.
+    # Not in place: under torch.func.vmap `keep` has no batch dimension to write a batch into.
     keep = keep.scatter(-1, indices, values > _floor(min_dtype))
     return _decide_blocks(keep, allowed, block_size)
 
@@ -230,7 +233,7 @@ def _causal_rows(query_len: int, key_len: int, device: torch.device) -> Tensor:
 
 
 def _check_rows_mask(attention_mask: Tensor, bias: Tensor, query_len: int) -> Tensor:
-    """The mask as bool ({B|1}, heads, {Sq|1}, {Sk|1})."""
+    """The mask, checked, as bool ({B|1}, heads, {Sq|1}, {Sk|1})."""
     mask = check_mask("attention_mask", attention_mask)
     check_same_device("attention_mask", mask, bias.device, "attention_bias")
     given, key_len = tuple(mask.shape), bias.shape[3]
@@ -250,7 +253,7 @@ def _check_rows_mask(attention_mask: Tensor, bias: Tensor, query_len: int) -> Te
 
 
 def _same_heads(bias: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Both with the same number of heads (or 1), where one has HK and the other H of them."""
+    """Bias and mask with the same number of heads, or 1 head, if one has HK and the other H."""
     a, b = bias.shape[1], mask.shape[1]
     if is_one_or(a, b) or b == 1:
         return bias, mask
@@ -265,7 +268,7 @@ def _same_heads(bias: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 def _normalize_mask(
     attention_mask: Tensor, bias: Tensor, batch_size: int, query_len: int, key_len: int
 ) -> Tensor:
-    """The mask in a shape that broadcasts to the bias's."""
+    """The mask of `create_mask`, checked, in a shape that broadcasts to that of the bias."""
     mask = check_mask("attention_mask", attention_mask)
     given = tuple(mask.shape)
     if mask.dim() == 2:
@@ -287,7 +290,7 @@ def _normalize_mask(
 
 
 def _keys_mask(mask: Tensor, batch_size: int, query_len: int, key_len: int) -> Tensor:
-    """A mask (B, Sk) as it is, one (B, Sq) with True in front."""
+    """A mask (B, Sk) unchanged; a mask (B, Sq) extended to (B, Sk) with True in front."""
     given = tuple(mask.shape)
     if mask.shape[0] == batch_size and mask.shape[1] == key_len:
         return mask
@@ -305,14 +308,14 @@ def _keys_mask(mask: Tensor, batch_size: int, query_len: int, key_len: int) -> T
 
 
 def _decide_blocks(keep: Tensor, allowed: Tensor | None, block_size: int | None) -> Tensor:
-    """Make every run of `block_size` keys what the majority of its keys are."""
+    """Keep or drop every run of `block_size` keys as a whole, as the majority of its keys."""
     if block_size is None or block_size == 1:
         return keep
     key_len = keep.shape[-1]
     key = torch.arange(key_len, device=keep.device)
     start = key // block_size * block_size
     stop = (start + block_size).clamp(max=key_len)  # the last run may be shorter
-    # [j]: how many keys are kept in front of key j.
+    # before[..., j]: how many keys are kept in front of key j.
     before = torch.nn.functional.pad(keep.cumsum(-1, dtype=torch.int32), (1, 0))
     decided = (before[..., stop] - before[..., start]) * 2 > stop - start
     if allowed is not None:
@@ -327,7 +330,7 @@ def _check_block_size(block_size: int | None) -> int | None:
 
 
 def _floor(min_dtype: float | None) -> float:
-    """The number that a bias must exceed to be chosen."""
+    """The number that a bias must exceed to be chosen, from the argument `min_dtype`."""
     if min_dtype is None or (isinstance(min_dtype, numbers.Real) and min_dtype == -math.inf):
         return -math.inf
     return check_number("min_dtype", min_dtype)
@@ -356,7 +359,7 @@ def _check_floating(bias: Tensor) -> None:
 
 
 def _check_allowed(mask: Tensor, bias: Tensor, given: tuple[int, ...]) -> None:
-    """Raise unless the mask, of shape `given` as the caller wrote it, broadcasts to the bias."""
+    """Raise unless the mask broadcasts to the bias; `given`: its shape as the caller gave it."""
     check_same_device("attention_mask", mask, bias.device, "attention_bias")
     missing = bias.dim() - mask.dim()
     fits = missing >= 0 and all(

@@ -1,6 +1,7 @@
-"""From padded batches to packed sequences and back, by the names that the field knows.
+"""From padded batches to packed sequences and back, by functions named as in other libraries.
 
-Letters: B batch, S padded length, N tokens that are no padding, in order of batch and position.
+Letters: B batch, S padded length, N number of tokens that are no padding. Tokens are in order of
+batch entry, then position.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from dmattn.validation import (
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
-    """Rows of the first dimension, differentiable.
+    """Select rows of the first dimension; differentiable with respect to `input`.
 
     Args:
         input: (M, ...).
@@ -47,11 +48,11 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """Rows put to their places in the first dimension, with zeros elsewhere; differentiable.
+    """Put rows at their indices in the first dimension, with zeros elsewhere; differentiable.
 
     Args:
         values: (N, ...).
-        indices: int32 or int64 (N,), different values in 0 .. M - 1.
+        indices: int32 or int64 (N,), values in 0 .. M - 1, no two the same.
         first_axis_dim: M.
 
     Returns:
@@ -78,20 +79,21 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Leave padding out. The host waits for the number of tokens.
+    """Remove padding. The host waits for the number of tokens.
 
     Args:
         hidden_states: (B, S, ...).
-        attention_mask: bool or integer (B, S): True or 1 for tokens, False or 0 for padding,
-            anywhere in a row.
-        unused_mask: as attention_mask, for tokens that get room without counting as used.
+        attention_mask: bool or integer (B, S): True or 1 for tokens, False or 0 for padding, at any
+            place.
+        unused_mask: bool or integer (B, S), nonzero for further tokens that are taken along, but do
+            not count in seqused; or None.
 
     Returns:
-        hidden_states (N, ...), N counting the tokens of either mask;
-        indices int64 (N,), where they come from in (B * S);
-        cu_seqlens int32 (B + 1,), how many of them lie in front of each row;
-        the largest number of them in a row, an int;
-        seqused int32 (B,), how many tokens of each row attention_mask has.
+        hidden_states (N, ...), where N counts the tokens of both masks;
+        indices int64 (N,), the index of each token in the flattened batch (B * S);
+        cu_seqlens int32 (B + 1,), the boundaries of the batch entries among the N tokens;
+        max_seqlen, an int, the largest number of tokens of a batch entry;
+        seqused int32 (B,), the number of tokens of each batch entry by attention_mask alone.
 
     Raises:
         TypeError: hidden_states is no tensor, or a mask is neither bool nor integer.
@@ -117,24 +119,26 @@ def unpad_input(
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Leave padding out where a row of the batch holds several sequences one after the other.
+    """Remove padding from batch entries that each hold several sequences one after the other.
 
     The host waits for the number of tokens.
 
     Args:
-        hidden_states: (B, S, ...); the sequences of a row start at its first position, without
-            gaps, and padding follows them.
-        attention_mask_in_length: integer (B, S): the lengths of the sequences of each row, in
-            order, and zeros: [3, 2, 0, 0, 0, 0] for two sequences and one token of padding.
+        hidden_states: (B, S, ...); the sequences of a batch entry start at its first position,
+            without gaps, and padding follows the last of them.
+        attention_mask_in_length: integer (B, S): the lengths of the sequences of each batch entry,
+            in order, then zeros: [3, 2, 0, 0, 0, 0] for two sequences and one token of padding.
 
     Returns:
-        hidden_states (N, ...); indices int64 (N,), where they come from in (B * S);
-        cu_seqlens int32 (sequences + 1,); the length of the longest sequence, an int.
+        hidden_states (N, ...);
+        indices int64 (N,), the index of each token in the flattened batch (B * S);
+        cu_seqlens int32 (sequences + 1,), the boundaries of the sequences among the N tokens;
+        max_seqlen, an int, the length of the longest sequence.
 
     Raises:
         TypeError: hidden_states is no tensor, or attention_mask_in_length is not integer.
         ValueError: shapes or devices do not fit together; or (on the CPU) a length is negative, or
-            a row has not room for its sequences.
+            the sequences of a batch entry are together longer than S.
     """
     check_tensor("hidden_states", hidden_states)
     lengths = check_tensor("attention_mask_in_length", attention_mask_in_length)
@@ -164,14 +168,14 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
     Args:
         hidden_states: (N, ...).
-        indices: int64 (N,), from `unpad_input` or `get_unpad_data`.
+        indices: int32 or int64 (N,), from `unpad_input` or `get_unpad_data`.
         batch, seqlen: B and S.
 
     Returns:
-        (B, S, ...). Differentiable.
+        (B, S, ...), differentiable with respect to hidden_states.
 
     Raises:
-        TypeError: a tensor or number is none.
+        TypeError: an argument has the wrong type or dtype.
         ValueError: there is not one index for each token, or (on the CPU) one is out of range.
     """
     check_tensor("hidden_states", hidden_states)
@@ -187,18 +191,19 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
 
 def get_unpad_data(attention_mask: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Where the tokens of a padded batch are. The host waits for their number.
+    """The places of the tokens of a padded batch. The host waits for their number.
 
     Args:
         attention_mask: bool or integer (B, S): True or 1 for tokens, False or 0 for padding.
 
     Returns:
-        indices int64 (N,) into (B * S); cu_seqlens int32 (B + 1,); the largest number of tokens in
-        a row, an int.
+        indices int64 (N,), the index of each token in the flattened batch (B * S);
+        cu_seqlens int32 (B + 1,), the boundaries of the batch entries among the N tokens;
+        max_seqlen, an int, the largest number of tokens of a batch entry.
 
     Raises:
         TypeError: the mask is neither bool nor integer.
-        ValueError: it has not two dimensions.
+        ValueError: it does not have two dimensions.
     """
     _check_mask("attention_mask", attention_mask, None)
     is_token = attention_mask != 0
@@ -221,15 +226,17 @@ def upad_input(
     Args:
         query_layer: (B, Sq, H, D).
         key_layer, value_layer: (B, Sk, HK, D).
-        attention_mask: bool or integer (B, Sk), tokens among the keys.
-        query_length: Sq. Queries are the last positions of the keys: all of them when Sq = Sk; one
-            token in each row, padding or not, when Sq = 1; else those of the last Sq columns of
-            attention_mask.
-        unpad_input_func: what takes the queries apart in that last case; `unpad_input` when None.
+        attention_mask: bool or integer (B, Sk): True or 1 for tokens among the keys, False or 0 for
+            padding.
+        query_length: Sq. Queries stand at the last Sq positions of the keys. If Sq = Sk, or
+            1 < Sq < Sk, queries at positions that attention_mask marks as padding are removed. If
+            Sq = 1 < Sk, each batch entry keeps its query, padding or not.
+        unpad_input_func: the function that removes the padding of queries if 1 < Sq < Sk;
+            `unpad_input` when None.
 
     Returns:
-        query (Nq, H, D); key and value (Nk, HK, D); indices_q (Nq,), for `pad_input`;
-        (cu_seqlens_q, cu_seqlens_k), one and the same tensor when Sq = Sk;
+        query (Nq, H, D); key and value (Nk, HK, D); indices_q int64 (Nq,), for `pad_input`;
+        (cu_seqlens_q, cu_seqlens_k), int32 (B + 1,), one and the same tensor if Sq = Sk;
         (max_seqlen_q, max_seqlen_k), ints.
 
     Raises:
@@ -281,7 +288,7 @@ def _check_indices(indices: Tensor, tokens: Tensor, owner: str) -> None:
 
 
 def _check_range(indices: Tensor, size: int) -> None:
-    """Raise for an index that is not below `size`, where the host can read them."""
+    """Raise ValueError for an index outside 0 .. size - 1, if the host can read the indices."""
     if can_be_read(indices):
         wrong = indices[(indices < 0) | (indices >= size)]
         if wrong.numel() > 0:
@@ -289,9 +296,9 @@ def _check_range(indices: Tensor, size: int) -> None:
 
 
 def _check_lengths(lengths: Tensor, tokens: Tensor) -> None:
-    """Raise for rows (B, S) of lengths that are none, where the host can read them.
+    """Raise ValueError for wrong lengths (B, S), if the host can read them.
 
-    tokens: (B, 1), their sums.
+    `tokens`: (B, 1), the sum of the lengths of each batch entry.
     """
     if not can_be_read(lengths):
         return

@@ -1,4 +1,4 @@
-"""Attention on the CPU, in torch operations, with memory linear in both lengths."""
+"""Attention on the CPU, in operations of torch, with memory linear in Sq and in Sk."""
 
 from torch import Tensor
 

@@ -3,12 +3,13 @@
 Arithmetic is in float32 (float64 for float64 inputs) and each result is rounded once. Query heads
 that share a key head are folded into the rows of one matrix product, so keys are never expanded.
 
-A key that a row does not keep contributes nothing to that row, nor the row to the key, even where
-one of them is NaN or INF. A product with probability 0 does not give that, since 0 * NaN is NaN, so
-blocks that meet such values are computed by `_isolated_product` (`exact`); the others are not
-burdened with it.
+A key that a row does not keep contributes nothing to that row, nor the row to the gradient of the
+key, even if one of them is NaN or INF. Multiplying by a probability of 0 does not ensure that,
+since 0 * NaN is NaN. So blocks with such values are computed by `_isolated_product` (`exact=True`),
+and the others in the ordinary, faster way.
 
-Letters: as in `layout`, and X = B*HL*L matrices of a block, GM = G*M rows of each.
+Letters: as in `dmattn.backends.cpu.layout`; further X = B*HL*L, the matrices of a block, and
+GM = G*M, the rows of each.
 """
 
 import math
@@ -28,24 +29,25 @@ from dmattn.backends.cpu.layout import (
 )
 from dmattn.problem import Gradients, Needs, Problem, Results, empty_gradients, empty_results
 
-# Above this |lse|, exp(logits - lse) would inherit the rounding of lse: at 1e8 the logarithm of the
-# row sum has vanished from a float32 lse altogether. Such rows get their maximum and sum anew.
+# Above this |lse|, exp(logits - lse) would suffer from the rounding of lse: at 1e8 the logarithm of
+# the row sum is lost altogether in a float32 lse. The backward computes maximum and sum of such
+# rows again.
 _EXACT_LSE_LIMIT = 128.0
 
 
 def forward(problem: Problem) -> Results:
     """Results of a checked problem: dense, packed, or over key lists.
 
-    With a bias lse_rest is what the rounding of lse dropped: sinks as large as the bias need it.
+    With a bias lse_rest is computed as well: sinks that are as large as the bias need it.
 
     Raises:
         ValueError: cu_seqlens do not rise from 0 to the number of tokens, or a sequence is longer
-            than the bound given for it.
+            than max_seqlen_q or max_seqlen_k.
     """
     results = empty_results(problem)
     out, lse = results.out, results.lse
     rest = results.lse_rest if problem.bias is not None else None
-    with torch.autocast("cpu", enabled=False):  # it would run the products below in bfloat16
+    with torch.autocast("cpu", enabled=False):  # which would compute the products in bfloat16
         if problem.packing is None:
             _forward(problem, out, lse, rest)
         else:
@@ -71,7 +73,7 @@ def backward(
         if problem.packing is None:
             _backward(problem, out, lse, dout, dlse, grads, needs)
             return grads
-        grads.bias.zero_()  # columns after the keys of a row's sequence stay so
+        grads.bias.zero_()  # columns beyond the keys of a row's sequence stay 0
         for part in packed.sequences(problem):
             _backward(
                 part.problem,
@@ -136,20 +138,20 @@ class _Sums(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """What the backward pass knows of a block of rows."""
+    """The tensors of a block of rows that the backward pass needs."""
 
     q: Tensor  # (X, GM, D), scaled
     dout: Tensor  # (X, GM, D)
-    # dlogits = p * (dp - delta): dout . out, less dlse, since dlse/dlogits = p.
+    # dout . out - dlse: then dlogits = p * (dp - delta), as the derivative of lse by a logit is p.
     delta: Tensor  # (X, GM, 1)
-    shift: Tensor  # (X, GM, 1): lse, and 0 for rows that keep nothing
+    shift: Tensor  # (X, GM, 1): lse, or 0 for rows that keep nothing
 
 
 def _empty_sums(layout: Layout, lists: Lists | None, needs: Needs) -> _Sums:
     dbias = None
     if layout.bias is not None and needs.bias:
         shape = tuple(layout.bias.shape)
-        if lists is not None:  # which differ between batches and heads
+        if lists is not None:  # they differ between batch entries and heads
             shape = (layout.batch, layout.heads, *shape[2:])
         dbias = layout.bias.new_zeros(shape, dtype=layout.dtype)
     return _Sums(
@@ -162,7 +164,11 @@ def _empty_sums(layout: Layout, lists: Lists | None, needs: Needs) -> _Sums:
 def _given_rows(
     layout: Layout, block: RowBlock, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> _Rows:
-    """Rows that keep nothing get zero gradients: what came may be NaN, as from -inf - -inf."""
+    """The rows of a block for the backward pass.
+
+    Rows that keep nothing get gradients of 0 for out and lse, since the given ones may be NaN, as
+    from -inf - -inf.
+    """
     row_lse = layout.fold(layout.per_row(lse), block)
     empty = row_lse == -math.inf
     row_dout = layout.fold(layout.with_rows(dout), block).masked_fill(empty, 0.0)
@@ -176,9 +182,10 @@ def _given_rows(
 def _logits(
     layout: Layout, block: RowBlock, keys: KeyBlock, scaled_q: Tensor, exact: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Logits (X, GM, N) in natural units, -inf where not kept, and tanh of the soft cap.
+    """Logits (X, GM, N), -inf where not kept, and the tanh of the soft cap or None.
 
-    Multiplying by log2(e) first, for exp2, would overflow a bias near the largest float.
+    They are logits to base e. Multiplied by log2(e), for exp2, a bias near the largest float would
+    overflow.
     """
     s = torch.bmm(scaled_q, keys.k.transpose(1, 2))
     tanh: Tensor | None = None
@@ -189,7 +196,7 @@ def _logits(
     if layout.bias is not None:
         bias = layout.operand_of(layout.bias, block, keys.keys)
         apart += bias
-        if exact:  # NaN + -inf would be NaN
+        if exact:  # NaN + -inf is NaN, but a bias of -inf has to mask
             apart.masked_fill_(bias == -math.inf, -math.inf)
     if layout.mask is not None:
         apart.masked_fill_(~layout.operand_of(layout.mask, block, keys.keys), -math.inf)
@@ -207,7 +214,10 @@ class _Softmax:
         self.total = scaled_q.new_zeros(shape)
 
     def add(self, s: Tensor) -> tuple[Tensor, Tensor]:
-        """Take logits (X, GM, N) in; exp(s - maximum), in their place, and old sums' factor."""
+        """Add logits s (X, GM, N), which are overwritten.
+
+        Returns exp(s - maximum) and alpha, the factor by which earlier sums have to be multiplied.
+        """
         maximum = torch.maximum(self.maximum, s.amax(-1, keepdim=True))
         shift = maximum.masked_fill(maximum == -math.inf, 0.0)
         p = s.sub_(shift).exp_()
@@ -217,7 +227,7 @@ class _Softmax:
         return p, alpha
 
     def lse(self, with_rest: bool) -> tuple[Tensor, ...]:
-        """The log-sum-exp; with what its rounding dropped, 0 where it is infinite."""
+        """The log-sum-exp; `with_rest` also what its rounding dropped, 0 where it is infinite."""
         log = self.total.log()
         lse = self.maximum + log
         if not with_rest:
@@ -225,14 +235,14 @@ class _Softmax:
         return lse, (self.maximum - lse + log).masked_fill_(lse.isinf(), 0.0)
 
     def divisor(self) -> Tensor:
-        """The sum; 1 for rows that keep nothing."""
+        """The sum of exponentials of each row, or 1 for rows that keep nothing."""
         return self.total.masked_fill(self.total == 0, 1.0)
 
 
 def _forward_rows(
     layout: Layout, lists: Lists | None, block: RowBlock, exact: bool
 ) -> tuple[Tensor, _Softmax]:
-    """out (X, GM, D) of a block of rows, and their softmax."""
+    """out (X, GM, D) of a block of rows, and the softmax of these rows."""
     scaled_q = layout.fold(layout.q, block) * layout.problem.softmax_scale
     softmax = _Softmax(scaled_q)
     acc = torch.zeros_like(scaled_q)
@@ -249,7 +259,7 @@ def _forward_rows(
 def _normalizer(
     layout: Layout, lists: Lists | None, block: RowBlock, rows: _Rows, exact: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(shift, factor) with probabilities = exp(logits - shift) * factor; None = factor 1."""
+    """(shift, factor) such that probabilities = exp(logits - shift) * factor; None = factor 1."""
     if rows.shift.numel() == 0 or float(rows.shift.abs().amax()) <= _EXACT_LSE_LIMIT:
         return rows.shift, None
     softmax = _Softmax(rows.q)
@@ -271,7 +281,7 @@ def _backward_rows(
     need_dq: bool,
     exact: bool,
 ) -> Tensor | None:
-    """Add a block of rows to `sums`; its dq (X, GM, D) when needed."""
+    """Add the gradients from a block of rows to `sums`; returns its dq (X, GM, D) if needed."""
     shift, factor = _normalizer(layout, lists, block, rows, exact)
     dq = torch.zeros_like(rows.q) if need_dq else None
     need_ds = need_dq or sums.dk is not None or sums.dbias is not None
@@ -304,7 +314,10 @@ def _backward_rows(
 
 
 def _add_product(acc: Tensor, weights: Tensor, values: Tensor, kept: Tensor | None) -> None:
-    """acc (X, I, D) += weights (X, I, J) @ values (X, J, D); see `_isolated_product` for kept."""
+    """acc (X, I, D) += weights (X, I, J) @ values (X, J, D).
+
+    By `_isolated_product` if `kept` is given.
+    """
     if kept is None:
         acc.baddbmm_(weights, values)
     else:
@@ -314,7 +327,7 @@ def _add_product(acc: Tensor, weights: Tensor, values: Tensor, kept: Tensor | No
 def _add_to_keys(
     total: Tensor, keys: KeyBlock, weights: Tensor, values: Tensor, kept: Tensor | None
 ) -> None:
-    """Add weights (X, GM, N) transposed @ values (X, GM, D) to the keys of dk or dv."""
+    """Add weights.mT @ values to dk or dv: weights (X, GM, N), values (X, GM, D)."""
     if kept is not None:
         product = _isolated_product(weights.mT, values, kept.mT)
     elif isinstance(keys.keys, slice):
@@ -328,7 +341,7 @@ def _add_to_keys(
 def _add_to_bias(
     layout: Layout, dbias: Tensor, block: RowBlock, keys: KeyBlock, ds: Tensor
 ) -> None:
-    """Add ds (X, GM, N), summed over what the bias is broadcast over, to its part of dbias."""
+    """Add ds (X, GM, N) to dbias, summed over the dimensions in which the bias is broadcast."""
     apart = layout.unfold(ds, block)
     if isinstance(keys.keys, slice) or dbias.shape[4] == 1:
         target = layout.operand_of(dbias, block, slice(None))
@@ -336,7 +349,8 @@ def _add_to_bias(
             target = target[..., keys.keys]
         target += apart.sum_to_size(target.shape)
         return
-    # A bias without rows, since the one of lists; (B, HL, G, L*N) in the order of the index.
+    # With lists a bias that has keys has no rows. by_key becomes (B, HL, G, L*N), in the order of
+    # the index.
     by_key = apart.sum(4).sum_to_size((*apart.shape[:3], dbias.shape[2], apart.shape[5]))
     by_key = by_key.transpose(2, 3).flatten(3)
     index = keys.keys.flatten(2)[:, :, None].expand(by_key.shape)
@@ -344,20 +358,20 @@ def _add_to_bias(
 
 
 def _isolated_product(weights: Tensor, values: Tensor, kept: Tensor) -> Tensor:
-    """weights (X, I, J) @ values (X, J, D) in which a pair that is not kept counts for nothing.
+    """weights (X, I, J) @ values (X, J, D), to which pairs that are not kept contribute nothing.
 
-    Elsewhere an INF or NaN among the values makes the result INF or NaN as usual.
+    In pairs that are kept, INF or NaN among the values makes the result INF or NaN as usual.
 
     Args:
-        weights: 0 where not kept, unless the whole row is NaN.
-        values: any numbers.
+        weights: (X, I, J), 0 where not kept, unless the whole row is NaN.
+        values: (X, J, D), any numbers.
         kept: bool (X, I, J).
     """
     finite = values.isfinite()
     if finite.all():
         return torch.bmm(weights, values)
     total = torch.bmm(weights, values.where(finite, 0.0))
-    for infinity in (math.inf, -math.inf):  # NaN counts as both, and their sum is NaN
+    for infinity in (math.inf, -math.inf):  # NaN counts as both infinities, whose sum is NaN
         is_such = (values == infinity) | values.isnan()
         met = torch.bmm(kept.to(values.dtype), is_such.to(values.dtype)) > 0
         total += torch.zeros_like(total).masked_fill_(met, infinity)
@@ -365,8 +379,9 @@ def _isolated_product(weights: Tensor, values: Tensor, kept: Tensor) -> Tensor:
 
 
 def _all_finite(*tensors: Tensor) -> bool:
-    """Whether all entries are finite; False also where their sum overflows, which costs time only.
+    """Whether all entries are finite, judged by their sum.
 
-    A sum is the cheapest pass over a tensor, and no later entry can undo an INF or NaN in it.
+    A sum is the cheapest pass over a tensor, and an INF or NaN in it stays, whatever is added. If
+    only the sum overflows, the answer is False as well, which costs time and nothing else.
     """
     return all(math.isfinite(float(t.sum())) for t in tensors)

@@ -1,4 +1,4 @@
-"""Appending to a cache, drafts, and the attention of the new tokens, by torch operations."""
+"""Appending to a cache, drafts, and the attention of new tokens, by operations of torch."""
 
 import math
 
@@ -18,10 +18,11 @@ def append_to_cache(
     softmax_scale: float = 1.0,
     softcap: float = 0.0,
 ) -> Tensor | None:
-    """Put tokens into a cache; with q (B, T, H, D), the attention of each to what is then held.
+    """Put tokens into a cache, one after the other.
 
-    Attention needs evict. Numbers in the cache that no cache holds (a negative `seen`, say) never
-    lead outside its tensors.
+    With q (B, T, H, D), which needs `evict`, each token also attends to the keys that the cache
+    holds once it is in; returns the output (B, T, H, D). Without q returns None. Invalid numbers in
+    the tensors of a cache, such as a negative `seen`, lead to no access outside of them.
     """
     put = _replace_lowest if evict else _put_last
     out = None if q is None else q.new_empty(q.shape)
@@ -36,7 +37,7 @@ def append_to_cache(
 
 
 def _is_active(tokens: CacheTokens, t: int, cache: CacheTensors) -> Tensor:
-    """bool (B,)."""
+    """Whether token t of each sequence is active: bool (B,)."""
     if tokens.active is None:
         return torch.ones_like(cache.seen, dtype=torch.bool)
     return tokens.active[:, t]
@@ -45,13 +46,15 @@ def _is_active(tokens: CacheTokens, t: int, cache: CacheTensors) -> Tensor:
 def draft_tokens(
     q: Tensor, new: CacheTokens, cache: CacheTensors, softmax_scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    """As the function of `dmattn.backends.cuda.cache`; what is needed of a draft is float64."""
+    """As `draft_tokens` in `dmattn.backends.cuda.cache`, but the draft is a float64 tensor."""
     entries, tokens = cache.score.shape[2], new.k.shape[1]
     for rows, drafted in ((cache.k, new.k), (cache.v, new.v)):
         rows[:, entries : entries + tokens] = drafted
     score, position = cache.score.clone(), cache.position.clone()
     cleaned = _cleaned(new.score)
-    # Keys: the entries, and the tokens behind them. Which one an entry holds, and which are held.
+    # Keys are numbered: first the entries as they are now, then the tokens. `holds`: which key an
+    # entry holds after the tokens so far. `is_held`: whether a key is held then. `end`: the index
+    # of the token that evicts a key, T if there is none.
     holds = torch.arange(entries).expand(score.shape).contiguous()
     is_held = torch.zeros((*score.shape[:2], entries + tokens), dtype=torch.bool)
     is_held[..., :entries] = True
@@ -81,12 +84,12 @@ def draft_tokens(
 
 
 def commit_draft(draft: Tensor, count: Tensor, cache: CacheTensors) -> None:
-    """As the function of `dmattn.backends.cuda.cache`."""
+    """As `commit_draft` in `dmattn.backends.cuda.cache`, for a draft of this module."""
     entries, tokens = cache.score.shape[2], draft.shape[2]
     slots, end, score, position = draft.unbind(-1)
     count = count.clamp(0, tokens)
     for t in range(tokens):
-        # Of the tokens that take the place of one entry the last one stays.
+        # Several tokens may take the place of one entry; only the last of them is written.
         takes = (t < count)[:, None] & (end[..., t] >= count[:, None]) & (slots[..., t] >= 0)
         slot = slots[..., t].long().clamp(0, entries - 1)
         row = CacheTokens(cache.k[:, entries + t], cache.v[:, entries + t], score[..., t], None)
@@ -95,7 +98,7 @@ def commit_draft(draft: Tensor, count: Tensor, cache: CacheTensors) -> None:
 
 
 def _replace_lowest(tokens: CacheTokens, t: int, cache: CacheTensors) -> None:
-    """Token t in the place of the lowest entry, if its score is not lower."""
+    """Write token t to the lowest entry, if its score is not lower than that of the entry."""
     active = _is_active(tokens, t, cache)
     slot = _lowest(cache.score, cache.position)
     score = tokens.score[:, :, t]
@@ -105,14 +108,14 @@ def _replace_lowest(tokens: CacheTokens, t: int, cache: CacheTensors) -> None:
 
 
 def _lowest(score: Tensor, position: Tensor) -> Tensor:
-    """int64 (B, HK), an entry: of the lowest ones the earliest key."""
+    """int64 (B, HK): the entry with the lowest score, of equal ones that with the earliest key."""
     lowest = score.amin(-1, keepdim=True)
     age = position.masked_fill(score != lowest, torch.iinfo(torch.int32).max)
     return age.argmin(-1)
 
 
 def _put_last(tokens: CacheTokens, t: int, cache: CacheTensors) -> None:
-    """Token t in the entry of its position, if there is one."""
+    """Write token t to the entry number `seen`, its position, if there is room."""
     capacity = cache.k.shape[1]
     fits = _is_active(tokens, t, cache) & (cache.seen < capacity)
     slot = cache.seen.clamp(0, capacity - 1).long()[:, None].expand(cache.score.shape[:2])
@@ -131,12 +134,12 @@ def _cleaned(score: Tensor) -> Tensor:
 
 
 def _at(entries: Tensor, slot: Tensor) -> Tensor:
-    """(B, HK): of entries (B, HK, n), the one in slot (B, HK)."""
+    """entries (B, HK, n) at the indices slot (B, HK): (B, HK)."""
     return entries.gather(-1, slot[..., None])[..., 0]
 
 
 def _put(entries: Tensor, slot: Tensor, new: Tensor, takes: Tensor) -> None:
-    """new (B, HK) to slot (B, HK) of entries (B, HK, n), where takes (B, HK) says so."""
+    """Write new (B, HK) to entries (B, HK, n) at the indices slot (B, HK), where takes is True."""
     fresh = torch.where(takes, new.to(entries.dtype), _at(entries, slot))
     entries.scatter_(-1, slot[..., None], fresh[..., None])
 
@@ -144,10 +147,7 @@ def _put(entries: Tensor, slot: Tensor, new: Tensor, takes: Tensor) -> None:
 def _write(
     row: CacheTokens, place: Tensor, cache: CacheTensors, slot: Tensor, takes: Tensor
 ) -> None:
-    """A `_row` to entry slot (B, HK) of the heads where takes (B, HK) says so.
-
-    place (B, HK) is its position.
-    """
+    """Write a `_row` with position place (B, HK) to entries slot (B, HK), where takes is True."""
     _put(cache.score, slot, _cleaned(row.score), takes)
     _put(cache.position, slot, place, takes)
     for rows, new in ((cache.k, row.k), (cache.v, row.v)):

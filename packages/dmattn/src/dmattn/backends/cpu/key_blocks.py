@@ -1,7 +1,8 @@
 """Which rows and keys the CPU backend computes together.
 
-Keys come in slices of all keys, or from lists: of a selection, or of the keys that a mask without
-rows keeps. A list serves a stretch of rows; listed keys are gathered for each block.
+Blocks of keys are either slices of all keys, or gathered from lists. Lists come from a selection,
+or from a mask that is the same for all rows: they then hold the keys that it keeps. Each list is
+for a stretch of rows.
 """
 
 import dataclasses
@@ -16,17 +17,19 @@ from dmattn.key_lists import BLOCK_ROWS
 from dmattn.problem import Problem
 
 _KEYS_PER_BLOCK = 512
-# Lists up to this long are not divided.
+# Lists of up to this many keys are not divided into blocks.
 _LISTED_KEYS_PER_BLOCK = 768
 _MIN_ROWS_PER_BLOCK = 16
-# Logits of one block, all batches and heads together: 4 MB in float32, about a second-level cache.
+# Logits of one block, all batch entries and heads together: 4 MB in float32, about the size of a
+# second-level cache.
 _BLOCK_ELEMENTS = 1 << 20
-# A mask without rows that keeps a larger part of the keys is applied to slices of keys instead.
+# A mask that is the same for all rows becomes a list only if it keeps at most this fraction of the
+# keys; otherwise it is applied to slices of keys.
 _LIST_BELOW = 0.75
 
 
 class Lists(NamedTuple):
-    """Lists of keys, each for a stretch of rows. Letters: R lists, C room of each."""
+    """Lists of keys, each for a stretch of rows. Letters: R lists, C room of each list."""
 
     idx: Tensor  # int64 ({B|1}, {HL|1}, R, C); any keys past the count
     counts: Tensor  # ({B|1}, {HL|1}, R)
@@ -35,13 +38,15 @@ class Lists(NamedTuple):
 
 
 class KeyBlock(NamedTuple):
-    """N keys that a block of rows meets."""
+    """N keys that a block of rows attends to. Letters as in `dmattn.backends.cpu.layout`."""
 
-    keys: slice | Tensor  # of Sk, or an index of shape ({B|1}, {HL|1}, L, N)
+    keys: slice | Tensor  # a slice of all Sk keys, or an index of shape ({B|1}, {HL|1}, L, N)
     k: Tensor  # (B*HL*L, N, D)
     v: Tensor  # (B*HL*L, N, D)
-    flat: Tensor | None  # of an index: int64 (B*HL*L*N,), of the rows of k as (B*HK*Sk, D)
-    # Pairs that position or list hide; bool, broadcasts to (B, HL, L, G, M, N). None = no pair.
+    # For an index: int64 (B*HL*L*N,), the same keys as rows of k seen as (B*HK*Sk, D).
+    flat: Tensor | None
+    # Pairs of row and key that causality or the list hides; bool, broadcasts to
+    # (B, HL, L, G, M, N). None = no pair.
     hidden: Tensor | None
 
     def add_to_keys(self, total: Tensor, weights: Tensor) -> None:
@@ -54,13 +59,13 @@ class KeyBlock(NamedTuple):
 
 
 def make_lists(problem: Problem, layout: Layout) -> tuple[Layout, Lists | None]:
-    """The lists that a problem is to be computed with, None = slices of all keys.
+    """The lists with which a problem is to be computed; None = with slices of all keys.
 
-    The layout comes back without its mask where the lists say the same.
+    Also returns the layout, without its mask if the lists contain all that the mask says.
     """
     if problem.key_lists is not None:
         end, index, count, _ = problem.key_lists
-        # A wrong entry finds another key, but none outside.
+        # Clamped: a wrong entry then finds some key, but nothing outside the tensors.
         index = index.long().clamp(0, max(0, layout.seqlen_k - 1))
         if layout.problem.is_causal:
             return layout, Lists(index, count, end, BLOCK_ROWS)
@@ -69,12 +74,12 @@ def make_lists(problem: Problem, layout: Layout) -> tuple[Layout, Lists | None]:
     bias_has_rows = bias is not None and bias.shape[3] > 1
     if mask is None or mask.shape[3] > 1 or mask.shape[4] == 1 or bias_has_rows:
         return layout, None
-    kept = mask.any(2)  # by any query head of the group
+    kept = mask.any(2)  # keys that any query head of a group keeps
     count = kept.sum(-1)
     longest = int(count.amax()) if count.numel() else 0
     if longest > _LIST_BELOW * layout.seqlen_k:
         return layout, None
-    # Kept keys first; past the count there are dropped ones.
+    # The kept keys come first; entries past the count are dropped keys.
     index = kept.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :longest]
     if mask.shape[2] == 1:
         layout = dataclasses.replace(layout, mask=None)
@@ -82,7 +87,7 @@ def make_lists(problem: Problem, layout: Layout) -> tuple[Layout, Lists | None]:
 
 
 def row_blocks(layout: Layout, lists: Lists | None) -> Iterator[RowBlock]:
-    """All query rows, in blocks whose logits take about `_BLOCK_ELEMENTS`."""
+    """All query rows, in blocks whose logits have about `_BLOCK_ELEMENTS` elements."""
     heads = max(1, layout.batch * layout.heads * layout.group)
     if lists is None:
         width = min(layout.seqlen_k, _KEYS_PER_BLOCK)
@@ -93,7 +98,7 @@ def row_blocks(layout: Layout, lists: Lists | None) -> Iterator[RowBlock]:
         for start in range(0, layout.seqlen_q, size):
             yield RowBlock(slice(start, min(start + size, layout.seqlen_q)), 1)
         return
-    # Whole stretches together, and the shorter last one by itself.
+    # Whole stretches of rows together, and the last stretch, if it is shorter, by itself.
     length = lists.rows_per_list
     whole = layout.seqlen_q - layout.seqlen_q % length
     size = max(1, size // length) * length
@@ -105,7 +110,7 @@ def row_blocks(layout: Layout, lists: Lists | None) -> Iterator[RowBlock]:
 
 
 def key_blocks(layout: Layout, lists: Lists | None, block: RowBlock) -> Iterator[KeyBlock]:
-    """The blocks of keys of which some row may see some key."""
+    """The blocks of keys in which some row of the block may see some key."""
     if lists is None:
         yield from _slices(layout, block)
     else:
@@ -133,7 +138,7 @@ def _listed(layout: Layout, lists: Lists, block: RowBlock) -> Iterator[KeyBlock]
     for part in range(parts):
         entries = slice(longest * part // parts, longest * (part + 1) // parts)
         index = lists.idx[:, :, numbers, entries]
-        # An entry that is not listed begins after all rows.
+        # `begin`: the first position that sees a key; behind all rows for entries past the count.
         listed = torch.arange(entries.start, entries.stop) < count
         begin = index.masked_fill(~listed, layout.seqlen_k)
         if layout.problem.is_causal and int(begin.amin()) >= block.rows.stop + layout.causal_offset:
@@ -147,7 +152,7 @@ def _listed(layout: Layout, lists: Lists, block: RowBlock) -> Iterator[KeyBlock]
 def _hidden_entries(
     layout: Layout, lists: Lists, block: RowBlock, index: Tensor, begin: Tensor
 ) -> Tensor | None:
-    """The pairs that lists, causality and ends hide; see `KeyBlock.hidden`.
+    """The pairs that the length of a list, causality or an interval end hides: `KeyBlock.hidden`.
 
     Args:
         index: ({B|1}, {HL|1}, L, N).
@@ -169,13 +174,13 @@ def _hidden_entries(
 
 
 def _flat_index(layout: Layout, index: Tensor) -> Tensor:
-    """An index ({B|1}, {HL|1}, L, N) of keys as one of the rows of k, (B*HL*L*N,)."""
+    """An index ({B|1}, {HL|1}, L, N) of keys as indices of the rows of k, (B*HL*L*N,)."""
     head = torch.arange(layout.heads) // (layout.heads // layout.nheads_k)
     matrix = torch.arange(layout.batch)[:, None] * layout.nheads_k + head
     return (index + matrix[..., None, None] * layout.seqlen_k).flatten()
 
 
 def _positions(layout: Layout, block: RowBlock) -> Tensor:
-    """int64 (L, 1, M, 1): where the rows stand among the keys."""
+    """int64 (L, 1, M, 1): the positions of the rows among the keys."""
     rows = torch.arange(block.rows.start, block.rows.stop) + layout.causal_offset
     return rows.view(block.stretches, 1, block.length, 1)

@@ -1,4 +1,4 @@
-"""Moving whole keys on the CPU: behind one another, and those that are kept out of many."""
+"""Copying keys, values and scores on the CPU: dmattn::join_keys and dmattn::keep_keys."""
 
 import math
 
@@ -44,13 +44,13 @@ def keep_keys(
     kept: KeptKeys,
     beside_attention: bool = False,
 ) -> None:
-    """The CPU implementation of dmattn::keep_keys: fills `kept`, of at least one key."""
+    """The CPU implementation of dmattn::keep_keys: fills `kept`, which must not be empty."""
     batch, window, heads, _ = kept.k.shape
     seqlen = end.shape[2]
     is_kept = _with_heads(end > row, heads, 1).expand(batch, heads, seqlen)
     count = is_kept.sum(2, keepdim=True)
     entry = is_kept.cumsum(2) - 1 + (window - count)
-    entry = entry.masked_fill(~is_kept | (entry < 0), window)  # one behind the others, cut off
+    entry = entry.masked_fill(~is_kept | (entry < 0), window)  # an extra entry that is cut off
     standing = torch.arange(seqlen, device=end.device).expand(batch, heads, -1)
     at = entry.new_zeros((batch, heads, window + 1)).scatter_(2, entry, standing)[..., :window]
     if place is not None:
@@ -71,7 +71,7 @@ def keep_keys(
 def _positions(
     position: Tensor | None, seen: Tensor | None, batch: int, heads: int, seqlen: int
 ) -> Tensor:
-    """int32 (B, N, L) of all keys: those given, and counting on from `seen`."""
+    """int32 (B, N, L): the positions of all keys: first those given, then on from `seen`."""
     held = 0 if position is None else position.shape[2]
     further = torch.arange(seqlen - held, dtype=torch.int32)
     if seen is not None:
@@ -84,6 +84,6 @@ def _positions(
 
 
 def _with_heads(t: Tensor, heads: int, dim: int) -> Tensor:
-    """Each head as often as it takes to have this many."""
+    """t with the heads in dimension `dim` repeated so that there are `heads` of them."""
     few = t.shape[dim]
     return t if few == heads else t.repeat_interleave(heads // few, dim)

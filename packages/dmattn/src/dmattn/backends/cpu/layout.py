@@ -1,9 +1,10 @@
 """How the CPU backend arranges the tensors of a problem for matrix products.
 
-Tensors with rows are seen as (B, HL, G, Sq, X): HL heads that have keys, or lists of keys, of their
-own, and the G query heads that share them. A block of rows may consist of L stretches of M rows
-that each meet other keys. As matrices its rows are (B*HL*L, G*M, X), and its logits
-(B*HL*L, G*M, N) for N keys; seen with every dimension apart, they are (B, HL, L, G, M, N).
+Tensors with a row dimension are viewed as (B, HL, G, Sq, X): HL is the number of heads that have
+keys, or lists of keys, of their own, and G the number of query heads that share each of them. A
+block of rows may consist of L stretches of M rows, each of which attends to other keys. For matrix
+products its rows are (B*HL*L, G*M, X), and its logits for N keys (B*HL*L, G*M, N); with all
+dimensions separate, the logits are (B, HL, L, G, M, N).
 """
 
 from dataclasses import dataclass
@@ -30,9 +31,9 @@ class RowBlock(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One problem without packing, arranged."""
+    """One problem without packing, arranged for matrix products."""
 
-    problem: Problem  # which has the settings
+    problem: Problem  # for its settings
     dtype: torch.dtype  # of all arithmetic
     batch: int
     nheads_k: int  # HK
@@ -49,7 +50,7 @@ class Layout:
 
     @property
     def causal_offset(self) -> int:
-        """Row i stands at the position of key i + causal_offset, and sees the keys up to there."""
+        """Sk - Sq: under causality row i sees the keys 0 .. i + causal_offset."""
         return self.seqlen_k - self.seqlen_q
 
     def with_rows(self, t: Tensor) -> Tensor:
@@ -75,9 +76,10 @@ class Layout:
         return t.view(sizes)
 
     def operand_of(self, t: Tensor, block: RowBlock, keys: slice | Tensor) -> Tensor:
-        """The part of a mask or bias that meets rows and keys, broadcasting to their logits.
+        """The part of a mask or bias for a block of rows and some keys.
 
-        A view for a slice of keys; for an index of shape ({B|1}, {HL|1}, L, N) a copy.
+        It broadcasts to the logits (B, HL, L, G, M, N). For a slice of keys it is a view, for an
+        index of shape ({B|1}, {HL|1}, L, N) a copy.
         """
         t = self.block_of(t, block) if t.shape[3] > 1 else t.unsqueeze(2)
         if t.shape[5] == 1:
@@ -118,10 +120,10 @@ def make_layout(problem: Problem) -> Layout:
 
 
 def _by_group(t: Tensor, heads: int, group: int) -> Tensor:
-    """({B|1}, {H|HK|1}, {Sq|1}, {Sk|1}) with its heads as ({HL|1}, {G|1})."""
+    """A mask or bias ({B|1}, {H|HK|1}, {Sq|1}, {Sk|1}) with its heads as ({HL|1}, {G|1})."""
     if t.shape[1] == heads * group:
         return torch.unflatten(t, 1, (heads, group))
-    if t.shape[1] not in (1, heads):  # one head for several key lists
+    if t.shape[1] not in (1, heads):  # HK heads, each for several heads with key lists
         t = t.repeat_interleave(heads // t.shape[1], dim=1)
     return t.unsqueeze(2)
 

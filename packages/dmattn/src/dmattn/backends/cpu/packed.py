@@ -1,4 +1,4 @@
-"""Packed sequences on the CPU: each is a problem of its own, of batch 1."""
+"""Packed sequences on the CPU: each sequence is computed as a problem of batch 1."""
 
 import itertools
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from dmattn.problem import Gradients, Needs, Problem, is_per_key
 
 
 class Part(NamedTuple):
-    """One sequence of a packed problem, and where its rows and keys lie among those of all."""
+    """One sequence of a packed problem, with the slices of all rows and keys that belong to it."""
 
     problem: Problem
     rows: slice
@@ -26,7 +26,10 @@ class Part(NamedTuple):
         return t[None, :, self.rows]
 
     def gradients_of(self, grads: Gradients, needs: Needs) -> Gradients:
-        """The views that take the gradients of this sequence; (0,) stays where not needed."""
+        """Views of the gradients of all sequences, to write those of this sequence to.
+
+        Gradients that are not needed keep their shape (0,).
+        """
         return Gradients(
             grads.q[None, self.rows] if needs.q else grads.q,
             grads.k[None, self.keys] if needs.k else grads.k,
@@ -40,7 +43,7 @@ def sequences(problem: Problem) -> Iterator[Part]:
 
     Raises:
         ValueError: cu_seqlens do not rise from 0 to the number of tokens, or a sequence is longer
-            than the bound given for it.
+            than max_seqlen_q or max_seqlen_k.
     """
     packing = problem.packing
     assert packing is not None
@@ -62,7 +65,10 @@ def sequences(problem: Problem) -> Iterator[Part]:
 
 
 def _operand(t: Tensor, rows: slice, keys: slice) -> Tensor:
-    """A sequence's part of a mask, bias or dbias, as (1, heads, 1 or rows, keys), a view."""
+    """The part of a packed mask, bias or dbias for one sequence: (1, heads, 1 or rows, keys).
+
+    A view.
+    """
     if is_per_key(t):
         return t[None, :, None, keys]
     return t[None, :, rows, : keys.stop - keys.start]

@@ -1,6 +1,7 @@
 """Selection of keys on the CPU, and lists of kept keys from the interval of each key.
 
-Order: the higher score first, of equal scores the later key. NaN and -inf are never kept.
+A key is better than another if its score is higher, or if the scores are equal and it is later.
+Keys with a score of NaN or -inf are never kept.
 """
 
 import heapq
@@ -18,7 +19,7 @@ from dmattn.key_lists import (
     num_blocks,
 )
 
-# Entries of lists that are put in order at a time, a few dozen bytes each.
+# How many entries of lists are sorted at a time; each takes a few dozen bytes meanwhile.
 _STEP_ENTRIES = 1 << 20
 
 
@@ -30,9 +31,15 @@ def select(
     capacity: int,
     cu_seqlens: Tensor | None = None,
 ) -> Selection:
-    """Keys to keep by `scores` ({B|1}, heads, Sk), any floating dtype, masked keys at -inf.
+    """The CPU implementation of dmattn::select_keys.
 
-    `cu_seqlens`, int32 (documents + 1,): boundaries of documents, causal only.
+    Args:
+        scores: ({B|1}, heads, Sk), any floating dtype, -inf for masked keys.
+        window: number of keys to keep.
+        seqlen_q: Sq.
+        is_causal: whether each row chooses among the keys up to its position.
+        capacity: room of each list, a multiple of 128.
+        cu_seqlens: int32 (documents + 1,), boundaries of documents, causal only; or None.
 
     Raises:
         ValueError: cu_seqlens does not rise from 0 to Sk.
@@ -52,7 +59,9 @@ def select(
 
 
 def document_ends(cu_seqlens: Tensor, seqlen_k: int) -> Tensor:
-    """For each key the first one behind its document, int32 (Sk,).
+    """The CPU implementation of dmattn::document_ends.
+
+    Returns, for each key, the index of the first key after its document, int32 (Sk,).
 
     Raises:
         ValueError: cu_seqlens does not rise from 0 to Sk.
@@ -63,9 +72,11 @@ def document_ends(cu_seqlens: Tensor, seqlen_k: int) -> Tensor:
 
 
 def _running_top(scores: list[float], window: int, stops: list[int]) -> list[int]:
-    """For each key the first position past its own at which `window` better ones are known.
+    """The interval end of each key under running top-w.
 
-    Or at which its document stops, if that comes first.
+    That is the first position at which `window` better keys are known, among those of the same
+    document up to that position; or the end of the document, if that comes first. For a score of
+    NaN or -inf it is the key's own index. `stops`: for each key the end of its document.
     """
     heap: list[tuple[float, int]] = []
     end = stops.copy()
@@ -96,21 +107,24 @@ def _best_of_all(scores: Tensor, window: int, capacity: int) -> Selection:
 
 
 def interval_lists(end: Tensor, seqlen_q: int, capacity: int, reach: int | None = None) -> KeyLists:
-    """The lists that belong to `end`, in time and memory that follow the entries of all lists.
+    """The CPU implementation of dmattn::build_key_lists.
+
+    Time and memory grow with the number of entries of all lists.
 
     Args:
         end: int32 (B, heads, Sk), contiguous.
         seqlen_q: Sq <= Sk; row i stands at position i + Sk - Sq.
         capacity: room of each list, a multiple of 128. A list that does not fit is left empty.
-        reach: keys further than that before the first row of a block are not looked for; the
-            largest end[j] - j, or None for Sk.
+        reach: the largest end[j] - j, or None if it is unknown. For a block of rows, keys further
+            than this before its first row are not searched.
     """
     batch, heads, seqlen_k = end.shape
     blocks = num_blocks(seqlen_q, True)
     first_row = seqlen_k - seqlen_q
     idx = end.new_zeros((batch, heads, blocks, capacity))
     count, full, needed = (end.new_zeros((batch, heads, blocks)) for _ in range(3))
-    # Counted from the first row: the rows that keep each key, and the last one that is looked at.
+    # As row indices: `enter` is the first row that keeps a key, `end_row` the first one that does
+    # not any more, and `leave` the same, but limited by `reach`.
     key = torch.arange(seqlen_k)
     end_row = end.flatten(0, 1).to(torch.int64).clamp(max=seqlen_k) - first_row
     enter = (key - first_row).clamp(min=0)
@@ -132,12 +146,12 @@ def interval_lists(end: Tensor, seqlen_q: int, capacity: int, reach: int | None 
 def _fill_lists(
     lists: KeyLists, key: Tensor, enter: Tensor, leave: Tensor, end: Tensor, seqlen_q: int
 ) -> None:
-    """Fill the lists of one head, whose `idx` is (blocks, capacity), all of it zero.
+    """Fill the lists of one head, whose `idx` is (blocks, capacity) and holds zeros.
 
     Args:
         key: int64 (n,), ascending: the keys that any row keeps.
-        enter, leave: int64 (n,): the rows for whose blocks each key is listed.
-        end: int64 (n,): the row behind the last that keeps it.
+        enter, leave: int64 (n,): each key is listed for the blocks of the rows enter .. leave - 1.
+        end: int64 (n,): the first row, after those that keep the key, that does not keep it.
     """
     first, last = enter // BLOCK_ROWS, (leave - 1) // BLOCK_ROWS
     entries = int((last - first + 1).sum())
@@ -154,7 +168,8 @@ def _fill_lists(
         block = torch.repeat_interleave(a, times) + place
         rows_end = ((block + 1) * BLOCK_ROWS).clamp(max=seqlen_q)
         some = (enter[entry] > block * BLOCK_ROWS) | (end[entry] < rows_end)
-        # Stable: by block, in it those that all rows keep first, each ascending by key.
+        # A stable sort: by block, in each block the keys that all rows keep first, and within both
+        # groups in ascending order of the keys.
         where, order = (block * 2 + some).sort(stable=True)
         block, every = where // 2, where % 2 == 0
         part = slice(low, high)

@@ -46,7 +46,7 @@ class CudaBackend(Backend):
                     "'cuda'; cast query, key and value, or call under torch.autocast"
                 )
             )
-        # Any other head_dim is padded, hence copied, and its strides do not matter.
+        # With any other head_dim the operands are copied to be padded: strides do not matter.
         if q.shape[-1] % HEAD_DIM_MULTIPLE == 0:
             reasons += wrong_strides(q, k, v)
         return reasons

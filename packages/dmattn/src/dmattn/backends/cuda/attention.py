@@ -1,6 +1,7 @@
-"""Attention on NVIDIA GPUs: memory from torch, work by the kernels of dmattn_kernels.
+"""Attention on NVIDIA GPUs: torch allocates the memory, the kernels of dmattn_kernels compute.
 
-This is the path of every training step and decoded token, so the host work per call is kept small.
+Training steps and decoded tokens go through this module, so it is written for little host time per
+call.
 """
 
 import torch
@@ -25,9 +26,10 @@ from dmattn.problem import (
 
 
 def forward(problem: Problem, for_backward: bool = True, out: Tensor | None = None) -> Results:
-    """Results of a checked problem; lse in float32, lse_rest only with a bias and `for_backward`.
+    """The results of a checked problem, with lse in float32.
 
-    Where `out` is given, the results hold it.
+    lse_rest is only computed for a problem with a bias, if `for_backward`. If `out` is given, the
+    output is written there, and `out` is part of the results.
 
     Raises:
         RuntimeError: no usable kernels, or a GPU that they do not serve.
@@ -73,7 +75,7 @@ def forward(problem: Problem, for_backward: bool = True, out: Tensor | None = No
 
 
 def is_decoded(problem: Problem) -> bool:
-    """Whether there is a single row for each batch and head, which has kernels of its own."""
+    """Whether there is a single row for each batch entry and head: decoding has its own kernels."""
     return problem.packing is None and problem.q.shape[1] == 1
 
 
@@ -98,7 +100,7 @@ def backward(
     if needs.bias and _takes_dlse_for_dbias(problem):
         dbias_of_rows = sinks.bias_gradient_of_rows(problem, results, dout, dlse)
         needs = needs._replace(bias=False)
-    # As forward made them, unless a compiler moved them.
+    # Contiguous, as forward made them, unless a compiler has changed the strides.
     out, lse = results.out.contiguous(), results.lse.contiguous()
     rest = results.lse_rest
     rest = None if rest is None or rest.dim() != lse.dim() else rest.contiguous()
@@ -111,7 +113,7 @@ def backward(
         dout = dout.contiguous()  # such as the expanded gradient of a sum
     dlse = None if dlse is None else dlse.contiguous()
     lists, asked = _lists(problem), take_asked()
-    # Who asked when gradients are written would not know of the copy behind the kernels.
+    # Not if an event was asked for: it would be recorded before the padded gradient is copied.
     has_room = needs.bias and asked is None and bias_rows.pads_gradient(problem)
     of_its_own = needs._replace(bias=needs.bias and not has_room)
     dq, dk, dv, dbias, _ = empty_gradients(problem, of_its_own)
@@ -147,7 +149,7 @@ def backward(
 
 
 def _takes_dlse_for_dbias(problem: Problem) -> bool:
-    """Whether the kernels would take dlse for the gradient of the bias, in spite of sinks."""
+    """Whether the kernels would compute the bias gradient from dlse, which is wrong with sinks."""
     bias = problem.bias
     return (
         problem.sinks is not None
@@ -165,7 +167,7 @@ def _as_kernels_read(problem: Problem, backward: bool) -> Tensor | None:
 
 
 def _empty_rows(q: Tensor) -> Tensor:
-    """Uninitialised lse. With strides, as torch has less to do then."""
+    """Uninitialised lse; allocated with explicit strides, which takes torch less time."""
     if q.dim() == 4:
         batch, rows, nheads, _ = q.shape
         shape, stride = (batch, nheads, rows), (nheads * rows, rows, 1)
@@ -175,25 +177,33 @@ def _empty_rows(q: Tensor) -> Tensor:
 
 
 def _lists(problem: Problem) -> Selection | None:
-    """Keep the result referenced until after the launch, or its memory may become the workspace."""
+    """The key lists of a problem without spare ones.
+
+    The caller has to keep the result referenced until after the launch, or its memory may be given
+    to the workspace.
+    """
     if problem.key_lists is None:
         return None
     return without_spare_lists(problem.key_lists, problem.q.shape[1], problem.is_causal)
 
 
 def known_window(problem: Problem) -> int:
-    """What is known of the key lists, for kernels that need not read them then; 0 for nothing."""
+    """The window of a known sliding window, whose key lists kernels need not read; else 0."""
     return min(problem.sliding, problem.k.shape[1])
 
 
 def _contiguous(packing: Packing) -> Packing:
-    """Keep the result referenced until after the launch, or its memory may become the workspace."""
+    """The packing with contiguous boundaries.
+
+    The caller has to keep the result referenced until after the launch, or its memory may be given
+    to the workspace.
+    """
     cu_seqlens_q, cu_seqlens_k, *longest = packing
     return Packing(cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), *longest)
 
 
 def _pad(t: Tensor) -> Tensor:
-    """A contiguous copy with zeros up to the next multiple of 8 along head_dim."""
+    """A contiguous copy with zeros appended up to the next multiple of 8 along head_dim."""
     head_dim = t.shape[-1]
     padded = t.new_zeros((*t.shape[:-1], head_dim + -head_dim % HEAD_DIM_MULTIPLE))
     padded[..., :head_dim] = t

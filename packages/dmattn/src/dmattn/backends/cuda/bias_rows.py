@@ -1,7 +1,8 @@
-"""A dense bias as the kernels read it at full speed: copied where they would lose more without.
+"""When a dense bias is copied first, since the kernels would read it too slowly as it is.
 
-Tiles of a bias are copied to shared memory if the keys of a row lie side by side and rows start on
-16 bytes. Of other biases single numbers are read, again for each batch and head that shares them.
+Kernels copy whole tiles of a bias to shared memory if the keys of a row lie side by side and rows
+start at multiples of 16 bytes. Other biases are read number by number, again for each batch entry
+and head that shares them.
 """
 
 import math
@@ -13,29 +14,33 @@ from dmattn.backends.cuda.kernels import has_kernels_of_hopper
 from dmattn.problem import Problem, has_rows
 
 _ROW_BYTES = 16
-# A copy takes as long as to read the bias twice. From so many readers of each number on that is
-# less than what rows that start anywhere cost them.
+# A copy costs as much time as reading the bias twice. If at least this many heads of all batch
+# entries read each number, that is less than what unaligned rows cost them.
 _READERS_FORWARD, _READERS_BACKWARD = 8, 4
-# Up to this head_dim Hopper has kernels that add up in a fixed order beside rows that start on 16
-# bytes, of the bias and of its gradient. The sm80 code, which takes others, takes up to four times
-# as long, and by itself gains nothing by such rows.
+# Up to this head_dim Hopper has kernels for deterministic sums, which need that the rows of the
+# bias and of its gradient start at multiples of 16 bytes. Other biases go to the sm80 code, which
+# takes up to four times as long, and which gains nothing by such rows.
 _ORDERED_HEAD_DIM = 128
-# Alone of causal rows, of which half of a copy is never read, a 16-bit bias that nobody shares
-# gains by it only while it is small: at head_dims up to 64, with so many numbers of each head.
+# Under causality half of a copied bias is never read. So at head_dims up to _SMALL_HEAD_DIM an
+# unshared 16-bit bias gains by a copy only if it has at most _CAUSAL_NUMBERS numbers per head.
 _SMALL_HEAD_DIM, _CAUSAL_NUMBERS = 64, 1 << 20
-# Sums of so many, and no more, are made where the gradient is, in its dtype, by its bytes.
+# The gradient of the bias is summed in place, in its own dtype, if at most this many terms are
+# added to each number. By the size of the dtype in bytes.
 _MOST_SUMMED_IN_PLACE = {2: 2, 4: 3}
 
 
 def copies(problem: Problem, backward: bool) -> bool:
-    """Whether the bias is copied first. Depends on nothing but settings, shapes, strides, dtypes
-    and the kind of GPU.
+    """Whether the bias is copied first, in the forward or in the backward.
 
-    Keys that lie apart, as in T5, where the numbers of all heads lie side by side: always. On an
-    H200 64 texts of 512 tokens, 8 heads of 64 channels, took seven times as long forward, and five
-    times backward, before they were copied. Rows that start anywhere: if batches or heads share
-    them, or sums are made in a fixed order. Packed sequences, few keys and a bias that is the same
-    for all keys, or all rows: never.
+    This depends on nothing but settings, shapes, strides, dtypes and the kind of GPU:
+
+    * If the keys of a row do not lie side by side, always. In T5 the numbers of all heads do
+      instead; on an H200, 64 texts of 512 tokens, 8 heads of 64 channels, took seven times as long
+      forward, and five times backward, before such biases were copied.
+    * If rows do not start at multiples of 16 bytes, it is copied in two cases: many heads, of all
+      batch entries, share each row, or (in the backward) sums are made in a fixed order.
+    * For packed sequences, few keys, and a bias that is the same for all keys or for all rows,
+      never.
     """
     bias = _of_rows_and_keys(problem, backward)
     if bias is None:
@@ -50,10 +55,11 @@ def copies(problem: Problem, backward: bool) -> bool:
 
 
 def pads_gradient(problem: Problem) -> bool:
-    """Whether rows of the gradient get room, so that all start on 16 bytes; they are copied then.
+    """Whether the rows of the bias gradient are padded to start at multiples of 16 bytes.
 
-    That is where sums are made in a fixed order, and made in place: others, in float32, lie apart,
-    and start there by themselves.
+    The gradient is then copied to a contiguous tensor afterwards. That is done if sums are made in
+    a fixed order and in place. Sums that are not made in place are float32 in separate memory,
+    where rows start at such multiples anyway.
     """
     bias = _of_rows_and_keys(problem, backward=True)
     if bias is None or bias.shape[-1] * bias.element_size() % _ROW_BYTES == 0:
@@ -64,9 +70,9 @@ def pads_gradient(problem: Problem) -> bool:
 
 
 def _of_rows_and_keys(problem: Problem, backward: bool) -> Tensor | None:
-    """The bias, if it has a number for each row and key, and its kernels want rows on 16 bytes.
+    """The bias, if it has a number for each row and key and its kernels want aligned rows.
 
-    One that is expanded over rows or keys has not.
+    None otherwise, as for a bias that is expanded over rows or keys.
     """
     bias = problem.bias
     if bias is None or bias.dim() != 4 or bias.numel() == 0 or not has_rows(bias):
@@ -77,15 +83,16 @@ def _of_rows_and_keys(problem: Problem, backward: bool) -> Tensor | None:
 
 
 def _orders_sums(problem: Problem, bias: Tensor) -> bool:
-    """Whether sums are made in a fixed order, in less time beside rows that start on 16 bytes.
+    """Whether sums are made in a fixed order by kernels that are faster with aligned rows.
 
-    Not where the sm80 code makes them anyway, or a kernel for few keys, which reads any rows.
+    False where the sm80 code makes the sums in any case, and for the kernels for few keys, which
+    read rows at any address.
     """
     rows, head_dim = problem.q.shape[1], problem.q.shape[-1]
     if not problem.deterministic or head_dim > _ORDERED_HEAD_DIM or not _is_on_hopper(problem):
         return False
     if problem.key_lists is not None and problem.sliding == 0:
-        return False  # of listed keys single numbers are read, wherever rows start
+        return False  # for listed keys the bias is read number by number, at any address
     mask = problem.mask
     if problem.softcap > 0 or (bias.element_size() > 2 and mask is not None and has_rows(mask)):
         return False
@@ -97,15 +104,15 @@ def _orders_sums(problem: Problem, bias: Tensor) -> bool:
 
 
 def empty_gradient(bias: Tensor) -> Tensor:
-    """An uninitialised gradient of the shape of the bias, whose rows start on 16 bytes."""
+    """An uninitialised gradient of the shape of the bias, with rows padded to 16 bytes."""
     keys, step = bias.shape[-1], _ROW_BYTES // bias.element_size()
     return bias.new_empty((*bias.shape[:-1], -(-keys // step) * step))[..., :keys]
 
 
 def with_aligned_rows(bias: Tensor) -> Tensor:
-    """A copy whose keys lie side by side, and whose rows start on 16 bytes.
+    """A copy whose keys lie side by side, and whose rows start at multiples of 16 bytes.
 
-    What is expanded is copied once.
+    Expanded dimensions are copied once and expanded again.
     """
     own = bias
     for dim, stride in enumerate(bias.stride()):
@@ -117,13 +124,13 @@ def with_aligned_rows(bias: Tensor) -> Tensor:
 
 
 def starts_rows_on_16_bytes(bias: Tensor) -> bool:
-    """By its strides: where its first row starts is not looked at."""
+    """Whether rows start at multiples of 16 bytes from the first row, by the strides alone."""
     sizes = zip(bias.shape[:-1], bias.stride(), strict=False)
     return all(stride * bias.element_size() % _ROW_BYTES == 0 for size, stride in sizes if size > 1)
 
 
 def _readers(problem: Problem, bias: Tensor) -> int:
-    """Heads of all batches that share each row of the bias."""
+    """The number of query heads, over all batch entries, that share each row of the bias."""
     batch, _, heads, _ = problem.q.shape
     own = (size for size, stride in zip(bias.shape[:2], bias.stride(), strict=False) if stride)
     return batch * heads // math.prod(own)

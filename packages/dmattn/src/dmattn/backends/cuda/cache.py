@@ -1,4 +1,4 @@
-"""Appending to a cache, drafts, and the attention of the new tokens, by the CUDA kernels."""
+"""Appending to a cache, drafts, and the attention of new tokens, by the CUDA kernels."""
 
 import torch
 from torch import Tensor
@@ -21,9 +21,10 @@ def append_to_cache(
     softmax_scale: float = 1.0,
     softcap: float = 0.0,
 ) -> Tensor | None:
-    """Put tokens into a cache; with q (B, T, H, D), the attention of each to what is then held.
+    """Put tokens into a cache, one after the other.
 
-    Attention needs evict.
+    With q (B, T, H, D), which needs `evict`, each token also attends to the keys that the cache
+    holds once it is in; returns the output (B, T, H, D). Without q returns None.
 
     Raises:
         RuntimeError: no usable kernels, or a GPU that they do not serve.
@@ -50,8 +51,11 @@ def draft_tokens(
     Args:
         q: (B, T, H, D), T at most 32.
         new: the tokens, all of them active.
-        cache: its k and v (B, w + T or more, HK, D) have rows behind the entries, which are
-            overwritten with the tokens'; the rest stays as it is.
+        cache: its k and v (B, w + T or more, HK, D) include the spare rows behind the w entries,
+            to which the tokens are written; the rest stays unchanged.
+
+    Returns:
+        out (B, T, H, D), and the draft, int32 (B, HK, T, 4).
 
     Raises:
         RuntimeError: no usable kernels, or a GPU that they do not serve.
@@ -68,7 +72,12 @@ def draft_tokens(
 
 
 def commit_draft(draft: Tensor, count: Tensor, cache: CacheTensors) -> None:
-    """Put the first count (B,) tokens of each sequence in, of the draft that was seen last.
+    """Put the first count (B,) tokens of each sequence of the last draft into the cache.
+
+    Args:
+        draft: the second result of `draft_tokens`.
+        count: int32 or int64 (B,).
+        cache: as for `draft_tokens`, with the tokens in the spare rows.
 
     Raises:
         RuntimeError: no usable kernels, or a GPU that they do not serve.

@@ -1,4 +1,4 @@
-"""The compiled kernels: loaded at the first call, given views of tensors, launched on a stream."""
+"""The compiled kernels: they are loaded at the first call, and launched on torch's streams."""
 
 import functools
 import importlib
@@ -16,14 +16,15 @@ _MIN_CAPABILITY = (8, 0)
 # A tensor as the kernels take it: data pointer, dtype code, shape, strides in elements.
 View = tuple[int, int, torch.Size, tuple[int, ...]]
 
+# Numbers of the CUDA devices for which `check_device` has passed.
 checked_devices: set[int] = set()
 
 
 class Operation(NamedTuple):
-    """What the compiled module calls an operation."""
+    """The names in the compiled module that belong to one operation."""
 
     params: str  # the class of its parameters
-    at_once: str  # the function that takes them, finds memory and launches
+    at_once: str  # the function that takes the parameters, allocates the workspace and launches
 
 
 FORWARD = Operation("FwdParams", "enqueue_fwd")
@@ -38,13 +39,13 @@ KEEP_KEYS = Operation("KeepKeysParams", "enqueue_keep_keys")
 
 
 class Kernels(NamedTuple):
-    """The compiled module, and how it takes tensors.
+    """The compiled module, and how tensors are passed to it.
 
     Attributes:
         core: the module.
-        at_once: its functions that do all of a call, by name; empty where it cannot read tensors of
-            torch, or is of a release that had none.
-        view: makes of a tensor what it takes.
+        at_once: its functions that do all of a call, by name; empty if the module cannot read
+            torch's tensors, or is of a release without such functions.
+        view: converts a tensor to the form in which the module takes it.
     """
 
     core: Any
@@ -58,7 +59,7 @@ _OPERATIONS = (
     *(JOIN_KEYS, KEEP_KEYS),
 )
 
-# The function that tells kinds of tensors apart for `dmattn.known_calls`, once it is loaded.
+# The module's function `kind_of` for `dmattn.known_calls`, as the only entry once it is loaded.
 kind_readers: list[Callable[..., bytes | None]] = []
 
 
@@ -67,7 +68,7 @@ def load_kernels() -> Kernels:
     """The compiled module dmattn_kernels._core, imported at the first call.
 
     Raises:
-        RuntimeError: it is not installed, cannot be loaded, or speaks another ABI version.
+        RuntimeError: it is not installed, cannot be loaded, or has another ABI version.
     """
     try:
         core: Any = importlib.import_module("dmattn_kernels._core")
@@ -90,7 +91,7 @@ def load_kernels() -> Kernels:
         torch.int32: core.INT32,
         torch.int64: core.INT64,
     }
-    # Older releases of torch do not let the module read their tensors, nor did it do so at first.
+    # With older releases of torch the module cannot read tensors, nor could its first releases.
     reads = getattr(core, "reads", None)
     if reads is None or not reads(Tensor):
         return Kernels(core, {}, functools.partial(_described, codes))
@@ -101,14 +102,14 @@ def load_kernels() -> Kernels:
 
 
 def check_device(device: int) -> None:
-    """Make sure that the kernels serve CUDA device number `device`.
+    """Raise unless the kernels support CUDA device number `device`.
 
     Raises:
         RuntimeError: the kernels cannot be loaded, or the GPU is not one of NVIDIA's from sm_80 on.
     """
     if device in checked_devices:
         return
-    if torch.version.hip is None:  # what is missing there is no package
+    if torch.version.hip is None:  # on AMD GPUs the problem is not a missing package
         load_kernels()
     reason = unserved(device)
     if reason is not None:
@@ -117,7 +118,10 @@ def check_device(device: int) -> None:
 
 
 def unserved(device: int) -> str | None:
-    """Why there are no kernels for such a GPU, installed or not; None where there are."""
+    """Why there are no kernels for CUDA device number `device`; None if there are.
+
+    Whether the kernels are installed makes no difference.
+    """
     if device in checked_devices:
         return None
     if torch.version.hip is not None:
@@ -134,8 +138,11 @@ def unserved(device: int) -> str | None:
 
 @functools.cache
 def has_kernels_of_hopper(device: int) -> bool:
-    """Whether Hopper's own kernels serve a GPU: they take masks and biases over lists of keys, and
-    neither over packed sequences, and add up in a fixed order beside a bias of whole rows.
+    """Whether the kernels written for Hopper serve CUDA device number `device`.
+
+    They take masks and biases over key lists, but not over packed sequences, and they can sum
+    gradients in a fixed order beside a bias per row and key, if its rows start at multiples of 16
+    bytes.
     """
     architecture: str = load_kernels().core.device_architecture(device)
     return architecture == "sm90"
@@ -150,9 +157,10 @@ def _described(codes: dict[torch.dtype, int], t: Tensor) -> View:
 
 
 def at_once(operation: Operation) -> Callable[..., int]:
-    """The module's function that takes what `launch` does, and the stream behind it.
+    """The module's function that does all of a call.
 
-    It returns 0 once the call is enqueued; anything else means that `launch` has to do it.
+    It takes the arguments of `launch` (without operation and tensor), followed by the stream. It
+    returns 0 if the call was enqueued; any other number means that `launch` has to be called.
 
     Raises:
         RuntimeError: no usable kernels.
@@ -165,18 +173,23 @@ def _not_at_once(*_: Any) -> int:
 
 
 def parts(lists: Selection) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """A selection as the module takes it, which knows no empty tensor for `full`."""
+    """The tensors of a selection as the module takes them: with None for an empty `full`."""
     return lists if lists.full.dim() == 3 else (*lists[:3], None)
 
 
 def launch(operation: Operation, on: Tensor, *arguments: Any) -> None:
     """Enqueue a call on the current stream of the device of tensor `on`.
 
-    `arguments`: all of the constructor of the operation's parameters, by position, as matching
-    names would cost several microseconds. Tensors are given as they are, here or in a tuple; their
-    memory has to stay referenced until this returns, or it may become the workspace.
+    Args:
+        operation: which operation to call.
+        on: a tensor on the device, from which the workspace is allocated.
+        arguments: all arguments of the constructor of the operation's parameters; the first is the
+            device. By position, since matching names would cost several microseconds. Tensors are
+            passed as they are, alone or in a tuple. The caller has to keep them referenced until
+            this returns: otherwise their memory may be given to the workspace.
 
     Raises:
+        ValueError: the library finds an argument that does not fit.
         RuntimeError: no usable kernels, or an error of CUDA.
     """
     core, at_once, view = load_kernels()

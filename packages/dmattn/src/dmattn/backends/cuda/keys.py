@@ -1,4 +1,4 @@
-"""Moving whole keys by the CUDA kernels."""
+"""Copying keys, values and scores by the CUDA kernels: dmattn::join_keys and dmattn::keep_keys."""
 
 from torch import Tensor
 
@@ -44,14 +44,15 @@ def keep_keys(
     k, v, score = _rows(keys)
     if end.stride(2) != 1:
         end, beside_attention = end.contiguous(), False
-    # Not beside what has just written a copy of them.
+    # If keys or values were copied just now, the kernel has to wait for that copy, and so cannot
+    # run at the same time as the attention.
     beside_attention = beside_attention and k is keys[0] and v is keys[1]
     arguments = (row, end, place, k, v, score, position, seen, *kept, beside_attention)
     launch(KEEP_KEYS, kept.k, device, *arguments)
 
 
 def _rows(keys: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values with contiguous rows, as the kernels copy them, and scores."""
+    """Keys and values, made contiguous along head_dim as the kernels need it, and scores."""
     k, v, score = keys
     if k.stride(3) != 1:
         k = k.contiguous()

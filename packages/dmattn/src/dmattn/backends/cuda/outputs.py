@@ -1,8 +1,9 @@
-"""Which outputs of the caller's the kernels write in place, and which they would write slowly.
+"""Which `out` tensors the kernels write directly, and which are filled by a copy instead.
 
-They take any strides with a contiguous head_dim, but store whole vectors, or tiles by the copy
-engine of Hopper, only where all rows start on 16 bytes. Elsewhere kernels of older chips would
-serve the whole call, which loses more than a copy of the output takes.
+The kernels can write any strides with a contiguous head_dim. But they store whole vectors, or tiles
+by Hopper's copy engine (TMA), only if all rows start at multiples of 16 bytes. For other outputs
+the kernels written for older GPUs would serve the whole call, which costs more time than a copy of
+the output.
 """
 
 import torch
@@ -16,8 +17,8 @@ def is_written_in_place(out: Tensor, is_decoded: bool) -> bool:
 
     Args:
         out: the output, in the dtype of the query.
-        is_decoded: whether there is a single row, for the kernels that decode. They store few
-            numbers, one by one if need be, in less time than a copy takes to start.
+        is_decoded: whether there is a single row, which the kernels for decoding compute. They
+            store few numbers, if necessary one by one, in less time than a copy takes to start.
     """
     if is_decoded:
         return True
@@ -26,15 +27,16 @@ def is_written_in_place(out: Tensor, is_decoded: bool) -> bool:
     steps = 0
     for stride in out.stride()[:-1]:
         steps |= stride
-    # Those of dimensions of a single entry do not matter: the slower look knows them.
+    # Strides of dimensions of size 1 do not matter; only the slower check leaves them out.
     return steps * out.element_size() % 16 == 0 or starts_rows_on_16_bytes(out)
 
 
 def finished(out: Tensor, found: Tensor) -> Tensor:
-    """`out`, which holds what the kernels wrote to `found`: the same tensor, or one to copy.
+    """`out` with the output in it, after the kernels have written it to `found`.
 
-    Autograd learns of the change, as it does of one by torch itself: a backward that wanted the
-    values before it then raises.
+    `found` is either `out` itself or another tensor, which is copied. The version counter of `out`
+    is increased, as by an in-place operation of torch: a backward that needs its former values then
+    raises an error.
     """
     if found is not out:
         return out.copy_(found)

@@ -1,7 +1,7 @@
-"""Calls of a kind that has been seen before, on NVIDIA GPUs: allocations, and a launch.
+"""Calls of a known kind on NVIDIA GPUs, which need nothing but allocations and a launch.
 
-`dmattn.backends.cuda.attention` computes the same from any problem. It looks at each for what these
-calls are known not to have.
+`dmattn.backends.cuda.attention` computes the same for any problem, and checks in each call for the
+special cases that these calls are known not to have.
 """
 
 import torch
@@ -34,7 +34,7 @@ def suits(problem: Problem) -> bool:
 
 
 class PreparedCall(Prepared):
-    """For problems that `suits`, on a device that the kernels serve."""
+    """For problems for which `suits` is true, on a device that the kernels support."""
 
     def __init__(self, backend: str, problem: Problem) -> None:
         super().__init__(backend, problem)
@@ -47,7 +47,7 @@ class PreparedCall(Prepared):
             _is_plain(k),
             _is_plain(v),
         )
-        # With strides, as torch has less to do then.
+        # Allocated with explicit strides, which takes torch less time.
         self._lse_shape = (batch, nheads, rows)
         self._lse_stride = (nheads * rows, rows, 1)
         self._scale, self._softcap, self._is_causal = problem.kernel_settings
@@ -66,7 +66,7 @@ class PreparedCall(Prepared):
         lse = q.new_empty_strided(self._lse_shape, self._lse_stride, dtype=torch.float32)
         rest = torch.empty_like(lse) if for_backward and bias is not None else None
         device = self._device
-        # One by one: tuples that are put together take longer. 0 splits: the library chooses.
+        # One by one, since joining tuples takes longer. 0 splits: the library chooses their number.
         given = (
             device, q, k, v, mask, bias, found, lse,
             self._scale, self._softcap, self._is_causal, 0, lists and parts(lists), rest,
@@ -95,7 +95,7 @@ class PreparedCall(Prepared):
         dk = _new_like(k, self._is_plain_k) if needs_k else None
         dv = _new_like(v, self._is_plain_v) if needs_v else None
         dbias = _contiguous_like(bias) if needs_bias and bias is not None else None
-        # As forward made them, unless hooks of saved tensors laid them out anew.
+        # Contiguous, as forward made them, unless saved-tensor hooks have changed the strides.
         out, lse = out.contiguous(), lse.contiguous()
         rest = None if rest is None else rest.contiguous()
         device, asked = self._device, take_asked()
@@ -114,13 +114,13 @@ class PreparedCall(Prepared):
 
 
 def _is_plain(t: Tensor) -> bool:
-    """Whether torch makes memory like `t` contiguous without being asked to, as of most tensors."""
+    """Whether torch.empty_like(t) is contiguous without a memory format, as for most tensors."""
     same: bool = torch.empty_like(t, device="meta").stride() == _contiguous_like(t, "meta").stride()
     return same
 
 
 def _new_like(t: Tensor, is_plain: bool) -> Tensor:
-    """Memory like `t` but contiguous. Without a format to be asked for torch takes less time."""
+    """Contiguous memory like `t`. torch takes less time if no memory format has to be passed."""
     return torch.empty_like(t) if is_plain else _contiguous_like(t)
 
 

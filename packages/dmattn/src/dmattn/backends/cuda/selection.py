@@ -23,9 +23,9 @@ def select(
     selection: Selection,
     cu_seqlens: Tensor | None = None,
 ) -> None:
-    """The CUDA implementation of dmattn::select_keys: fills `selection`, which has keys and rows.
+    """The CUDA implementation of dmattn::select_keys: fills `selection`, which must not be empty.
 
-    `cu_seqlens`: int32, contiguous.
+    `cu_seqlens`: int32, contiguous, or None.
 
     Raises:
         RuntimeError: no usable kernels, or a GPU that they do not serve.
@@ -42,17 +42,17 @@ def select(
 
 
 class PreparedSelection:
-    """`select` for scores of a kind that has been seen before, and the memory for what it finds.
+    """`select` for later scores of a known kind, with the allocation of the selection.
 
-    Without documents, on a device that the kernels serve. It holds no tensors, and several threads
-    may use it.
+    For calls without documents, on a device that the kernels support. It holds no tensors, and
+    several threads may use it.
     """
 
     def __init__(self, found: Selection, window: int, seqlen_q: int, is_causal: bool) -> None:
-        """`found`: what `select` filled for the first scores, with keys and rows."""
+        """`found`: the selection of the first call, not empty."""
         self._device = found.end.get_device()
         self._enqueue = at_once(SELECT)
-        # Shapes and strides, as torch has less to do then.
+        # Allocated with explicit strides, which takes torch less time.
         self._end, self._idx, self._count, self._full = (
             (tuple(t.shape), t.stride()) for t in found
         )
@@ -70,9 +70,9 @@ class PreparedSelection:
 
 
 def build_key_lists(end: Tensor, seqlen_q: int, reach: int, lists: KeyLists) -> None:
-    """The CUDA implementation of dmattn::build_key_lists: fills `lists`, of which there are some.
+    """The CUDA implementation of dmattn::build_key_lists: fills `lists`, at least one.
 
-    `end`: int32 ({B|1}, heads, Sk), contiguous. `reach`: 0 where it is unknown.
+    `end`: int32 ({B|1}, heads, Sk), contiguous. `reach`: 0 if it is unknown.
 
     Raises:
         RuntimeError: no usable kernels, or a GPU that they do not serve.
@@ -88,5 +88,5 @@ def document_ends(cu_seqlens: Tensor, seqlen_k: int) -> Tensor:
     key = torch.arange(seqlen_k, dtype=torch.int32, device=cu_seqlens.device)
     bounds = torch.cat((cu_seqlens, cu_seqlens.new_full((1,), seqlen_k)))
     ends = bounds[torch.searchsorted(cu_seqlens, key, right=True)]
-    # Whatever the boundaries are, a key is seen by its own row, and by none that is not there.
+    # Even with wrong boundaries each key is seen by the row at its position, and ends within Sk.
     return ends.clamp(max=seqlen_k).maximum(key + 1)

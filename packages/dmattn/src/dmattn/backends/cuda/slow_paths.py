@@ -1,4 +1,4 @@
-"""What makes a problem slower on the compiled kernels than one like it, in sentences for a user."""
+"""Notes for the user on what makes a problem slower on the compiled kernels than similar ones."""
 
 from torch import Tensor
 
@@ -31,7 +31,7 @@ def slow_paths(problem: Problem) -> list[str]:
 
 
 def slow_outputs(problem: Problem, out: Tensor) -> list[str]:
-    """The notes on an output of the caller's that the kernels do not write in place."""
+    """The notes on an `out` of the caller that the kernels do not write directly."""
     head_dim = problem.q.shape[-1]
     if out.shape[-1] != head_dim or head_dim % HEAD_DIM_MULTIPLE != 0:
         return ["out is filled by a copy, from an output whose head_dim is padded"]
@@ -129,7 +129,7 @@ def _settings(problem: Problem) -> list[str]:
             "with softcap the backward uses kernels that may spill registers, except on Hopper "
             "where there is neither a mask nor a bias"
         )
-    # Over few keys nothing but the gradient of a bias is a sum of several parts.
+    # With few keys only the gradient of a bias is a sum of several parts.
     if problem.deterministic and not (has_few_keys(problem) and problem.bias is None):
         notes.append("deterministic: the parts of gradients are added one after another")
     return notes

@@ -15,9 +15,9 @@ _CUDA_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class FlexBackend(Backend):
-    """Serves every problem on the CPU, and on GPUs what `limits` and the dtype allow.
+    """Serves every problem on the CPU, and on GPUs those that `limits` and the dtype allow.
 
-    The gradient of a bias is never repeatable.
+    Deterministic problems with a bias are refused, as the gradient of a bias is never repeatable.
     """
 
     name = "flex"

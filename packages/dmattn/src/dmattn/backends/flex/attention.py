@@ -22,13 +22,13 @@ from dmattn.backends.flex.operands import (
 )
 from dmattn.problem import Gradients, Needs, Problem, Results, empty_gradients, empty_results
 
-# FlexAttention rounds lse in base 2. Above this |lse| that would show, and the forward is computed
-# once more with the scores shifted by it.
+# FlexAttention computes and rounds lse in base 2. Above this |lse| the error would matter, and the
+# forward is computed once more, with the scores shifted by lse.
 _EXACT_LSE_LIMIT = 128.0
 
 
 def forward(problem: Problem, can_be_told: bool) -> Results:
-    """Results of a checked problem, with lse_rest where lse is so large that its rounding shows.
+    """Results of a checked problem, with lse_rest if lse is so large that its rounding matters.
 
     Args:
         problem: what to compute.
@@ -42,7 +42,7 @@ def forward(problem: Problem, can_be_told: bool) -> Results:
     with torch.no_grad(), without_autocast(problem.q.device.type):
         out, lse, _ = _attend(problem, given, table)
         dropped = None
-        # Logits that large come from a bias, hardly from dot products.
+        # Logits that are so large come from a bias, hardly ever from dot products.
         if problem.bias is not None:
             shift = actual(lse, torch.finfo(lse.dtype).max / 4)
             if _any_beyond(shift, _EXACT_LSE_LIMIT):
@@ -53,10 +53,10 @@ def forward(problem: Problem, can_be_told: bool) -> Results:
 
 
 def _results(problem: Problem, out: Tensor, lse: Tensor, rest: Tensor | None = None) -> Results:
-    """From out (B, H, Sq, D), and lse and its rest (B, H, Sq).
+    """The results from out (B, H, Sq, D), and lse and its rest (B, H, Sq), as FlexAttention has it.
 
-    FlexAttention lays out like the query, so that these are copies only where that was expanded or
-    padded, or its heads lie apart.
+    FlexAttention returns the strides of the query, so that tensors are copied here only if the
+    query was expanded or padded, or if its heads do not lie side by side.
     """
     out, lse = out.transpose(1, 2).to(problem.q.dtype).contiguous(), lse.contiguous()
     if rest is not None:
@@ -67,17 +67,17 @@ def _results(problem: Problem, out: Tensor, lse: Tensor, rest: Tensor | None = N
 
 
 def _any_beyond(lse: Tensor, limit: float) -> bool:
-    """Whether it must be taken that |lse| is larger somewhere. Looking makes the host wait."""
+    """Whether |lse| is, or may be, above `limit` somewhere. The host waits for the device."""
     if lse.is_cuda and torch.cuda.is_current_stream_capturing():
-        return True  # the graph is replayed with other numbers, and the host may not wait now
+        return True  # the graph is replayed with other numbers, and the host must not wait now
     return bool((lse.abs() > limit).any())
 
 
 def forward_with_graph(problem: Problem, can_be_told: bool) -> tuple[Results, Graph] | None:
-    """`forward` with the graph of FlexAttention itself, where `keeps_graph` says so."""
+    """`forward`, and the autograd graph of FlexAttention itself; None unless `keeps_graph`."""
     if not keeps_graph(problem):
         return None
-    # Views of their own: neither the graph of the caller nor the operands hang on to them.
+    # Leaves that are views of the operands, independent of the graph of the caller.
     q, k, v = inputs = [t.detach().requires_grad_() for t in problem[:3]]
     with torch.enable_grad(), without_autocast(q.device.type):
         given = arrange(problem._replace(q=q, k=k, v=v), can_be_told)
@@ -86,9 +86,10 @@ def forward_with_graph(problem: Problem, can_be_told: bool) -> tuple[Results, Gr
 
 
 def keeps_graph(problem: Problem) -> bool:
-    """Whether the graph of a forward gives gradients as exact as those of `backward`.
+    """Whether the graph of a forward is kept for its backward.
 
-    And holds no more than the operands and results: a bias would be kept in float32.
+    It is if it gives gradients as exact as those of `backward`, and holds no more memory than the
+    operands and results. A bias, for example, would be held in float32.
     """
     q, k = problem.q, problem.k
     plain = problem.bias is None and problem.sinks is None
@@ -96,7 +97,7 @@ def keeps_graph(problem: Problem) -> bool:
 
 
 class FlexGraph(Graph):
-    """Of one call of FlexAttention.
+    """The autograd graph of one call of FlexAttention.
 
     Args:
         inputs: query, key and value as leaves.
@@ -136,9 +137,9 @@ def backward(
     needs: Needs,
     can_be_told: bool,
 ) -> Gradients:
-    """The gradients of a checked problem, each only where `needs` says so.
+    """The gradients of a checked problem that `needs` names; the forward is computed once more.
 
-    The forward runs once more.
+    `can_be_told`: as in `dmattn.backends.flex.kept.Sources`, for the tensors of the problem.
     """
     grads = empty_gradients(problem, needs)
     if problem.q.numel() == 0 or problem.k.numel() == 0:
@@ -172,10 +173,10 @@ def backward(
 
 
 def _shifts(problem: Problem) -> bool:
-    """Whether the backward starts from scores that are shifted by lse.
+    """Whether the backward shifts the scores by lse.
 
-    FlexAttention's own starts from an lse in base 2. Its rounding shows where lse is large, as with
-    a bias, and in more than half precision.
+    FlexAttention's own backward starts from a rounded lse in base 2. The rounding matters if lse is
+    large, as with a bias, and in more than half precision.
     """
     return problem.bias is not None or problem.q.dtype.itemsize > 2
 
@@ -183,14 +184,14 @@ def _shifts(problem: Problem) -> bool:
 def _cotangents(
     problem: Problem, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """dout (B, H, Sq, D) and dlse (B, H, Sq), 0 for rows that keep nothing; dout laid out like out.
+    """dout (B, H, Sq, D), with the strides of out, and dlse (B, H, Sq), 0 for rows without keys.
 
-    Such a row has no gradient, and what came may be NaN, as from -inf - -inf.
+    A row that keeps nothing has no gradient, and the given ones may be NaN, as from -inf - -inf.
     """
     if problem.packing is not None:
         lse, dout = lse[None], dout[None]
         dlse = None if dlse is None else dlse[None]
-    dout = dout.contiguous().transpose(1, 2)  # that of a sum is one number, expanded
+    dout = dout.contiguous().transpose(1, 2)  # the gradient of a sum is one expanded number
     if _all_rows_keep_keys(problem):
         return dout, dlse
     empty = lse == -math.inf
@@ -199,11 +200,11 @@ def _cotangents(
 
 
 def _all_rows_keep_keys(problem: Problem) -> bool:
-    """Whether nothing could hide all keys of a row, so that no row has to be looked at."""
+    """Whether it is known, without reading a tensor, that every row keeps a key."""
     if problem.mask is not None or problem.bias is not None:
         return False
     if problem.packing is not None:
-        return rows_are_keys(problem)  # then each row sees at least the key at its own position
+        return rows_are_keys(problem)  # if so, each row sees at least the key at its own position
     if problem.key_lists is not None and not problem.keeps_own:
         return False
     return not problem.is_causal or problem.q.shape[1] <= problem.k.shape[1]
@@ -216,7 +217,7 @@ def _differentiate(
     dlse: Tensor | None,
     retain: bool = False,
 ) -> dict[str, Tensor]:
-    """The gradients of the leaves from those of out and lse."""
+    """The gradients of the leaves, by name, from the gradients dout and dlse of the outputs."""
     out, lse = outputs
     given, cotangents = [out], [dout.to(out.dtype)]
     if dlse is not None:
@@ -226,7 +227,7 @@ def _differentiate(
 
 
 def _beside_sinks(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """out (B, H, Sq, D) and lse (B, H, Sq) with one logit more in each row, without a value."""
+    """out (B, H, Sq, D) and lse (B, H, Sq) with one more logit, the sink, in each row."""
     lse = lse.masked_fill(lse == -math.inf, torch.finfo(lse.dtype).min / 4)
     total = torch.logaddexp(lse, sink)
     return out * (lse - total).exp().to(out.dtype)[..., None], total
@@ -239,7 +240,10 @@ def _attend(
     shift: Tensor | None = None,
     needs_bias: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """out (B, H, Sq, D), lse (B, H, Sq) with the scores shifted, and the bias to differentiate."""
+    """out (B, H, Sq, D) and lse (B, H, Sq) of a problem, and the bias by which to differentiate.
+
+    With `shift` (B, H, Sq) it is subtracted from all scores, and so from lse.
+    """
     head_dim = given.q.shape[-1]
     if torch_flex.runs_compiled(given.q):
         size = kernel_head_dim(head_dim)
@@ -252,5 +256,5 @@ def _attend(
 
 
 def _readable(t: Tensor) -> Tensor:
-    """With neighbouring entries along head_dim, which the kernels want."""
+    """t, made contiguous if its stride along head_dim is not 1, as the kernels need it."""
     return t if t.stride(-1) == 1 else t.contiguous()

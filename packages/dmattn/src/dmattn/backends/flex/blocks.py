@@ -1,9 +1,9 @@
-"""Which blocks of rows meet which blocks of keys, without looking at single pairs of them.
+"""Which blocks of rows keep keys of which blocks of keys, without a look at each pair.
 
-All that hides keys is either an interval per row or per key, or a tensor that is there already. The
-least and greatest ends within a block say whether two blocks meet at all and whether they meet
-entirely. Only a mask that has rows and keys is read throughout. What is listed as meeting in part
-may turn out to keep nothing; what is listed as meeting entirely keeps every pair.
+Keys are hidden by an interval per row, by an interval per key, or by a mask. For intervals, the
+least and greatest bounds within a block say whether two blocks can have a pair that is kept, and
+whether all pairs are kept. Only a mask with rows and keys is read entry by entry. A pair of blocks
+that is listed as partial may turn out to keep nothing; one that is listed as full keeps every pair.
 """
 
 from typing import NamedTuple
@@ -21,12 +21,12 @@ class BlockTable(NamedTuple):
 
     partial_num: Tensor  # ({B|1}, {H|1}, row blocks)
     partial_idx: Tensor  # ({B|1}, {H|1}, row blocks, key blocks)
-    full_num: Tensor  # as partial_num: those that all rows keep entirely
-    full_idx: Tensor  # as partial_idx
+    full_num: Tensor  # shape of partial_num; of blocks in which every row keeps every key
+    full_idx: Tensor  # shape of partial_idx
 
 
 def block_table(given: Arranged) -> BlockTable | None:
-    """The blocks that meet in a problem; None where every row keeps every key."""
+    """The table of blocks of a problem; None if every row keeps every key."""
     hiding = (given.last, given.first, given.mask)
     if not given.diagonal and all(t is None for t in hiding):
         return None
@@ -37,13 +37,13 @@ def block_table(given: Arranged) -> BlockTable | None:
 
 
 def _meeting(given: Arranged) -> tuple[Tensor, Tensor]:
-    """bool ({B|1}, {H|1}, row blocks, key blocks): where two blocks may meet, where entirely."""
+    """Two bool ({B|1}, {H|1}, row blocks, key blocks): may any pair be kept, are all pairs kept."""
     heads, seqlen_q, seqlen_k = given.q.shape[1], given.q.shape[2], given.k.shape[2]
     device = given.q.device
     start = torch.arange(0, seqlen_k, BLOCK, device=device)
     stop = (start + BLOCK - 1).clamp(max=seqlen_k - 1)
     row_start = torch.arange(0, seqlen_q, BLOCK, device=device)[:, None]
-    # A block that reaches beyond the last row or key is left to mask_mod.
+    # A block that reaches beyond the last row or key is never full: mask_mod tests its pairs.
     full = ((row_start + BLOCK <= seqlen_q) & (start + BLOCK <= seqlen_k))[None, None]
     some = torch.ones_like(full)
     last = given.last_keys
@@ -69,9 +69,13 @@ def _meeting(given: Arranged) -> tuple[Tensor, Tensor]:
 
 
 def _mask_bounds(given: Arranged, mask: Tensor, key_blocks: int) -> tuple[Tensor, Tensor]:
-    """Where any and where all entries of a block are True; 1 where the mask has one row or key."""
+    """Whether any, and whether all, entries of each block of a mask are True.
+
+    Two bool tensors, of size 1 in dimensions in which the mask has size 1.
+    """
     if given.packed_rows[0]:
-        # Columns count from each row's first key, so that a block of keys has no block of columns.
+        # Columns count from the first key of each row's sequence, so a block of keys is no block of
+        # columns.
         kept = mask.any(-1, keepdim=True)
         return _bounds(kept, 2)[1], kept.new_zeros((1, 1, 1, key_blocks))
     least = most = mask
@@ -85,7 +89,7 @@ def _bounds(t: Tensor, dim: int = -1) -> tuple[Tensor, Tensor]:
     """The least and the greatest entry of each block along a dimension."""
     t = t.transpose(dim, -1)
     extra = -t.shape[-1] % BLOCK
-    if extra:  # repeats the last entry, which changes neither
+    if extra:  # repeat the last entry, which changes neither the least nor the greatest
         t = torch.cat([t, t[..., -1:].expand(*t.shape[:-1], extra)], -1)
     blocks = torch.unflatten(t, -1, (-1, BLOCK))
     if t.dtype == torch.bool:
@@ -94,12 +98,15 @@ def _bounds(t: Tensor, dim: int = -1) -> tuple[Tensor, Tensor]:
 
 
 def _by_head(t: Tensor, heads: int) -> Tensor:
-    """A table per key head as one per query head; others as they are."""
+    """A table per key head, repeated to one per query head; other tables unchanged."""
     return t if t.shape[1] in (1, heads) else t.repeat_interleave(heads // t.shape[1], 1)
 
 
 def _listed(table: Tensor) -> tuple[Tensor, Tensor]:
-    """How many entries of each row are True, and where: those first, each part ascending."""
+    """The number of True entries in each row, and all indices, those of True entries first.
+
+    Both groups of indices are in ascending order.
+    """
     number = table.sum(-1, dtype=torch.int32)
     order = table.to(torch.int32).argsort(dim=-1, descending=True, stable=True)
     return number, order.to(torch.int32).contiguous()

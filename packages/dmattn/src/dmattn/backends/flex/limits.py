@@ -1,9 +1,9 @@
-"""What FlexAttention's kernels on a GPU cannot do, and the sizes of their blocks.
+"""What FlexAttention's kernels on a GPU cannot do, and the block sizes that they get.
 
-The kernels count the entries of a tensor in 32 bits, put batch entries and heads on axes of a grid
-that have 65535 places, and load ahead whatever score_mod and mask_mod read for each pair of a row
-and a key. torch chooses blocks as if these two read nothing, so that a bias makes its choice too
-large for the shared memory.
+The kernels index tensors with 32 bits, put batch entries and heads on axes of the grid that are
+limited to 65535, and prefetch whatever score_mod and mask_mod read for each pair of a row and a
+key. torch chooses block sizes as if score_mod and mask_mod read nothing; with a bias its blocks do
+not fit the shared memory.
 """
 
 import functools
@@ -17,28 +17,30 @@ from dmattn.problem import Problem, lse_dtype
 
 _MOST_ENTRIES = 2**31 - 1
 _MOST_PLACES = 65535  # along the second and third axis of a grid
-_STAGES = 3  # that torch keeps of what is loaded ahead, at most
+_STAGES = 3  # the most stages of prefetched data that torch keeps
 _SPARE_BYTES = 8 * 1024  # of shared memory, for reductions and changes of layout
-# What older versions of torch demand of head_dim on a GPU, a power of 2, starts here.
+# The smallest head_dim of the kernels on a GPU. Older releases of torch need a power of 2.
 _SMALLEST_HEAD_DIM = 16
-# Shared memory of the GPUs for which torch chooses the blocks, as bytes a block may have.
+# From this much shared memory per block on, torch's own choice of blocks fits, if score_mod and
+# mask_mod read nothing for each pair.
 _LARGE_SHARED_BYTES = 160 * 1024
 
-# Rows and keys of a block, the best first: of the forward; and of the backward, first what a loop
-# goes through and then what stays. Those of float32, which has no matrix units, are small.
+# Candidates for block sizes, the best first: of the forward (rows, keys); of the backward (size of
+# the blocks that a loop goes through, size of the block that stays). For float32, which uses no
+# matrix units, only the small ones are allowed.
 _FORWARD = ((128, 64), (64, 64), (64, 32), (32, 32), (32, 16), (16, 16))
 _BACKWARD = ((64, 64), (32, 64), (32, 32), (16, 32), (16, 16))
 _SMALLEST = 32
 
 
 class Blocks(NamedTuple):
-    """Options of the kernels, as FlexAttention's `kernel_options` take them."""
+    """Block sizes as FlexAttention's `kernel_options`; empty to leave the choice to torch."""
 
     options: tuple[tuple[str, int], ...] = ()
 
 
 def kernel_head_dim(head_dim: int) -> int:
-    """The head_dim of the kernels on a GPU that serve this one."""
+    """The head_dim to which operands are padded for the kernels on a GPU: a power of 2."""
     return max(_SMALLEST_HEAD_DIM, 1 << (head_dim - 1).bit_length())
 
 
@@ -71,12 +73,12 @@ def refusals(problem: Problem) -> list[Exception]:
 
 
 def _entries(problem: Problem) -> dict[str, int]:
-    """From the first to the last entry of each tensor, as the kernels get it."""
+    """How many entries lie from the first to the last entry of each tensor, as kernels get it."""
     found = {}
     for name, t in (("query", problem.q), ("key", problem.k), ("value", problem.v)):
         padded = math.prod(t.shape[:-1]) * kernel_head_dim(t.shape[-1])
         found[name] = max(padded, _reach(t))
-    # The entries that are kept of a mask which is expanded, and all of a bias: see `operands`.
+    # An expanded mask is passed without its repeats, a bias with all entries: see `operands`.
     if problem.mask is not None:
         sizes = zip(problem.mask.shape, problem.mask.stride(), strict=True)
         found["attn_mask"] = math.prod(size for size, stride in sizes if stride != 0)
@@ -92,7 +94,7 @@ def _reach(t: Tensor) -> int:
 
 
 def blocks_for(problem: Problem, shared_bytes: int) -> Blocks | None:
-    """Blocks that fit the shared memory; without options where torch's own do; None if none do.
+    """Block sizes that fit the shared memory; without options if torch's own do; None if none fit.
 
     Args:
         problem: what to compute.
@@ -131,10 +133,10 @@ def blocks_for(problem: Problem, shared_bytes: int) -> Blocks | None:
 
 
 def _bytes_read_by_pair(problem: Problem) -> int:
-    """What score_mod and mask_mod read for a row and a key, and is not read once for many pairs.
+    """The number of bytes that score_mod and mask_mod read for every pair of a row and a key.
 
-    A bias is taken to be loaded for every pair, also where it is alike for all rows. The ends of a
-    selection are numbers per key, of which a block of keys loads each once.
+    A bias is assumed to be loaded for every pair, even if it is the same for all rows. The ends of
+    a selection do not count: they are one number per key, which a block of keys loads once.
     """
     read = 0
     if problem.bias is not None:
@@ -145,7 +147,7 @@ def _bytes_read_by_pair(problem: Problem) -> int:
 
 
 def device_blocks(problem: Problem) -> Blocks:
-    """The blocks for a problem that `refusals` has nothing against."""
+    """The block sizes for a problem for which `refusals` is empty."""
     if not problem.q.is_cuda:
         return Blocks()
     return blocks_for(problem, _shared_bytes(problem.q.device)) or Blocks()

@@ -1,15 +1,15 @@
-"""From a problem to what FlexAttention calls score_mod and mask_mod.
+"""From a problem to FlexAttention's two functions, score_mod and mask_mod.
 
-FlexAttention computes one dense layout, (B, H, Sq, D) for all rows and (B, HK, Sk, D) for all keys;
-packed sequences are one such problem of batch 1. What a row may see is an interval of keys, from
-`first` to `last`: the last one because of causality, both because of packing. Where rows stand at
-the positions of keys the last one is the row itself, and nothing is read for it; nor for a sliding
-window, which is a number. All else is a tensor that the two functions index by batch, head, row and
-key.
+FlexAttention has one dense layout, (B, H, Sq, D) for all rows and (B, HK, Sk, D) for all keys;
+packed sequences are one such problem of batch 1. The keys that a row may see are an interval, from
+`first` to `last`: causality limits `last`, packing limits both. If row i stands at the position of
+key i, `last` is the row index itself, and no tensor is read for it; nor for a sliding window, which
+is a number. Everything else is a tensor that the two functions index by batch, head, row and key.
 
-Dimensions of size 1 are dropped, so that the gradient of a bias has no more entries than the bias,
-and the letters of those that are left say how the tensor is indexed: b batch, h query head, g key
-head (of a group of query heads), q row, k key, c key counted from the first one of the row.
+Dimensions of size 1 are dropped, so that the gradient of a bias has no more entries than the bias.
+A string with a letter for each remaining dimension says how a tensor is indexed: b batch, h query
+head, g key head (of a group of query heads), q row, k key, c key counted from the first key of the
+row's sequence.
 """
 
 import math
@@ -24,33 +24,34 @@ from dmattn.problem import Packing, Problem, is_per_key, lse_dtype
 
 
 class Spec(NamedTuple):
-    """What is fixed in one compiled kernel beside shapes and dtypes."""
+    """What is fixed in one compiled kernel in addition to shapes and dtypes."""
 
     softmax_scale: float
     softcap: float
-    group: int  # query heads to a key head
-    limit: float  # scores beyond are brought nearer, see `score`
-    first: bool
-    last: bool
+    group: int  # number of query heads per key head
+    limit: float  # scores of larger size are reduced, see `score`
+    first: bool  # whether `Operands.first` is given
+    last: bool  # whether `Operands.last` is given
     diagonal: bool  # whether the last key of a row is the one of its own index
-    window: int  # keys up to its last one that a row may see; 0 for all
-    end: str | None  # letters of the dimensions; None where there is no such tensor
+    window: int  # how many keys, up to its last one, a row may see; 0 for all
+    end: str | None  # the letters of the dimensions; None if there is no such tensor
     mask: str | None
     bias: str | None
-    shift: bool
+    shift: bool  # whether `Operands.shift` is given
     head_dim: int
     dtype: torch.dtype
-    needs: tuple[bool, bool]  # gradients for query, key and value, and for the bias
+    needs: tuple[bool, bool]  # whether gradients are needed: of query, key or value; of the bias
 
 
 class Operands(NamedTuple):
     """The tensors that score_mod and mask_mod read; None where the spec has none."""
 
-    first: Tensor | None = None  # int32 (Sq,): first key of the sequence of a row
-    # int32 (Sq,): last key that a row may see, also its own position; not where that is its index
+    first: Tensor | None = None  # int32 (Sq,): the first key of the sequence of a row
+    # int32 (Sq,): the last key that a row may see, which under causality is its position. None if
+    # that is the index of the row.
     last: Tensor | None = None
-    room: Tensor | None = None  # int32 (Sq,): largest column c of a row's mask or bias
-    end: Tensor | None = None  # int32: a key is kept by rows at positions before this
+    room: Tensor | None = None  # int32 (Sq,): the largest column c of a row's mask or bias
+    end: Tensor | None = None  # int32: a key is kept by rows at positions before this number
     mask: Tensor | None = None  # bool
     bias: Tensor | None = None  # in the dtype of lse
     shift: Tensor | None = None  # (B, H, Sq), in the dtype of lse: subtracted from all scores
@@ -62,7 +63,8 @@ class Arranged(NamedTuple):
     q: Tensor  # (B, H, Sq, D), a view
     k: Tensor  # (B, HK, Sk, D), a view
     v: Tensor  # (B, HK, Sk, D), a view
-    # As `Operands`, in four dimensions ({B|1}, {H|HK|1}, {Sq|1}, {Sk|1}), end in three.
+    # As in `Operands`, but mask and bias with four dimensions ({B|1}, {H|HK|1}, {Sq|1}, {Sk|1}),
+    # and end with three ({B|1}, {H|HK|1}, Sk).
     mask: Tensor | None
     bias: Tensor | None
     end: Tensor | None
@@ -70,25 +72,26 @@ class Arranged(NamedTuple):
     last: Tensor | None
     room: Tensor | None
     is_causal: bool
-    # Causal, and each row has the index of its own key: there is no `last`, it is the row itself.
+    # Causal, and row i stands at the position of key i: its last key is its own index, and `last`
+    # is None.
     diagonal: bool
     window: int  # as in `Spec`
-    sources: Sources  # what `first`, `last` and `end` are made of
-    packed_rows: tuple[bool, bool]  # whether mask and bias have columns of each row's own
+    sources: Sources  # the tensors of the caller that `first`, `last` and `end` are made of
+    packed_rows: tuple[bool, bool]  # whether mask and bias have columns c, counted for each row
 
     @property
     def last_keys(self) -> Tensor | None:
-        """`last`, also where it is the row itself."""
+        """`last` as a tensor also if `diagonal`; None if there is no limit."""
         if not self.diagonal:
             return self.last
         return torch.arange(self.q.shape[2], dtype=torch.int32, device=self.q.device)
 
 
 def arrange(problem: Problem, can_be_told: bool = True) -> Arranged:
-    """A checked problem with at least one row and one key.
+    """A checked problem as FlexAttention takes it.
 
     Args:
-        problem: what to arrange.
+        problem: with at least one row and one key.
         can_be_told: as in `Sources`, for the tensors of the problem.
     """
     q, k, v, mask, bias = problem.q, problem.k, problem.v, problem.mask, problem.bias
@@ -112,7 +115,7 @@ def arrange(problem: Problem, can_be_told: bool = True) -> Arranged:
     elif problem.key_lists is not None and problem.is_causal:
         end = problem.key_lists.end
         sources = Sources((end,), can_be_told)
-    elif problem.key_lists is not None:  # then all rows keep the same keys
+    elif problem.key_lists is not None:  # not causal: all rows keep the same keys
         mask = (problem.key_lists.end > 0)[:, :, None]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     mask = None if mask is None else _without_repeats(mask)
@@ -125,8 +128,8 @@ def arrange(problem: Problem, can_be_told: bool = True) -> Arranged:
 def rows_are_keys(problem: Problem) -> bool:
     """Whether row i stands at the position of key i, in the same sequence.
 
-    Packed sequences are the same ones for rows and keys where both have the same boundaries, as one
-    tensor: the host does not look into it.
+    For packed sequences that needs the same boundaries for rows and keys, as one tensor or at the
+    same address: the host does not read the values.
     """
     if problem.packing is None:
         return problem.q.shape[1] == problem.k.shape[1]
@@ -136,7 +139,7 @@ def rows_are_keys(problem: Problem) -> bool:
 
 
 def _without_repeats(mask: Tensor) -> Tensor:
-    """A mask with one entry along the dimensions in which it was expanded."""
+    """A mask with size 1 in the dimensions in which it was expanded."""
     for dim in range(mask.dim()):
         if mask.stride(dim) == 0:
             mask = mask.narrow(dim, 0, 1)
@@ -144,7 +147,7 @@ def _without_repeats(mask: Tensor) -> Tensor:
 
 
 def _four_dimensions(t: Tensor) -> Tensor:
-    """A packed mask or bias with a batch of 1, and one row where it is alike for all rows."""
+    """A packed mask or bias in four dimensions: with a batch of 1, and one row if it is per key."""
     return t[None, :, None] if is_per_key(t) else t[None]
 
 
@@ -156,7 +159,7 @@ def _packed_limits(
 ) -> tuple[Tensor, Tensor | None]:
     """`first` and `last` of each row, from boundaries that stay on the device.
 
-    Wrong boundaries give wrong intervals, of which FlexAttention reads no more than there are keys.
+    Wrong boundaries give wrong intervals, but FlexAttention reads no keys outside the tensors.
     """
     rows, causal, diagonal = problem.q.shape[0], problem.is_causal, rows_are_keys(problem)
 
@@ -185,7 +188,12 @@ def operands(
 ) -> tuple[Spec, Operands]:
     """The tensors to index, without their dimensions of size 1, and how they are indexed.
 
-    Of them only the bias requires a gradient, if it is needed: see `bias_gradient`.
+    Args:
+        problem: for its settings.
+        given: the problem from `arrange`.
+        shift: (B, H, Sq), to be subtracted from the scores; or None.
+        needs: as in `Spec`. The bias is the only one of the tensors that may require a gradient,
+            which `bias_gradient` converts.
     """
     heads, heads_k = given.q.shape[1], given.k.shape[1]
     found: dict[str, tuple[str | None, Tensor | None]] = {}
@@ -221,26 +229,26 @@ def operands(
         given.room if any(given.packed_rows) else None,
         found["end"][1],
         found["mask"][1],
-        # A leaf of autograd: torch.compile loses the gradient of any other tensor that a score_mod
-        # reads, up to torch 2.13 at least.
+        # The bias has to be a leaf of autograd: at least up to torch 2.13, torch.compile loses the
+        # gradients of other tensors that a score_mod reads.
         None if bias is None else bias.detach().to(dtype).requires_grad_(needs[1]),
         shift,
     )
 
 
 def _squeezed(t: Tensor, letters: str, heads: int, heads_k: int) -> tuple[str, Tensor]:
-    """The letters of the dimensions that are not of size 1, and a contiguous tensor of those."""
+    """t without its dimensions of size 1, contiguous, and the letters of the others."""
     if t.shape[1] == heads_k and heads_k != heads:
         letters = letters.replace("h", "g")
     kept = [i for i, size in enumerate(t.shape) if size > 1]
-    if not kept:  # an index is needed, if only to have the gradient added up
+    if not kept:  # at least one index is needed, also for the gradient to be summed
         return "h", t.reshape(1).expand(heads).contiguous()
     shape = [t.shape[i] for i in kept]
     return "".join(letters[i] for i in kept), t.reshape(shape).contiguous()
 
 
 def bias_gradient(found: Tensor, shape: torch.Size) -> Tensor:
-    """The gradient of a bias of this shape from that of the `Operands`."""
+    """The gradient of a bias of this shape, from that of `Operands.bias`."""
     return (found.sum() if shape.numel() == 1 else found).reshape(shape)
 
 
@@ -248,10 +256,11 @@ At = tuple[Tensor, Tensor, Tensor, Tensor]  # batch, query head, row and key of 
 
 
 def score(spec: Spec, tensors: Operands, x: Tensor, at: At) -> Tensor:
-    """The logit of a scaled dot product.
+    """The logit of a scaled dot product x, less the shift if there is one.
 
-    FlexAttention goes on in base 2, where the largest numbers overflow. So what lies beyond `limit`
-    is brought nearer by a factor of 4, which keeps the order: `actual` takes that back.
+    FlexAttention multiplies logits by log2(e), by which the largest numbers would overflow. So, if
+    there is a bias, the part of a logit beyond +-`limit` is divided by 4. That keeps the order of
+    logits, and `actual` reverts it.
     """
     x = x if x.dtype == torch.float64 else x.float()
     if spec.softcap > 0:
@@ -261,8 +270,9 @@ def score(spec: Spec, tensors: Operands, x: Tensor, at: At) -> Tensor:
     if tensors.shift is not None:
         b, h, row, _ = at
         x = x - tensors.shift[b, h, row]
-        # Its weight is 0 that far below the lse. FlexAttention's own lse, of a row that has nothing
-        # but a sink, would be off by more than its power of 2 can hold.
+        # A score this far below the lse has weight 0. Without the bound, the lse that FlexAttention
+        # computes for a row that has almost nothing but its sink would be so low, and rounded by so
+        # much, that 2 to the power of the error could overflow.
         lowest = -1000.0 if x.dtype == torch.float64 else -200.0
         x = torch.where(x == -math.inf, x, x.clamp(min=lowest))
     if tensors.bias is not None:
@@ -277,9 +287,9 @@ def changes_scores(spec: Spec) -> bool:
 
 
 def actual(lse: Tensor, limit: float) -> Tensor:
-    """Finite values that `score` has brought nearer, as far as their dtype goes, where they were.
+    """The actual lse of rows, from one of logits that `score` reduced beyond `limit`.
 
-    -inf, of a row that keeps nothing, becomes 0.
+    Limited to the largest finite number. -inf, the lse of a row that keeps nothing, becomes 0.
     """
     far = (lse - lse.clamp(-limit, limit) * 0.75) * 4.0
     most = torch.finfo(lse.dtype).max
@@ -300,7 +310,7 @@ def keep(spec: Spec, tensors: Operands, at: At) -> Tensor:
     if tensors.first is not None:
         kept = kept & (key >= tensors.first[row])
     if tensors.end is not None:
-        assert last is not None  # intervals of rows are causal
+        assert last is not None  # there are intervals only under causality
         kept = kept & (last < _entry(tensors.end, spec.end, spec, tensors, at))
     if tensors.mask is not None:
         kept = kept & _entry(tensors.mask, spec.mask, spec, tensors, at)
@@ -308,7 +318,7 @@ def keep(spec: Spec, tensors: Operands, at: At) -> Tensor:
 
 
 def _entry(t: Tensor, letters: str | None, spec: Spec, tensors: Operands, at: At) -> Tensor:
-    """Of a tensor whose dimensions have these letters."""
+    """The entry, for the score at `at`, of a tensor whose dimensions have these letters."""
     b, h, row, key = at
     index = []
     for letter in letters or "":
@@ -328,11 +338,14 @@ def _entry(t: Tensor, letters: str | None, spec: Spec, tensors: Operands, at: At
 
 
 def _column(tensors: Operands, row: Tensor, key: Tensor) -> Tensor:
-    """Where a key stands in the row's own columns; in bounds also where it is of no sequence."""
+    """The column c of a key, counted from the first key of the row's sequence.
+
+    Clamped, so that it is in bounds for keys of other sequences as well.
+    """
     assert tensors.first is not None and tensors.room is not None
     return torch.minimum((key - tensors.first[row]).clamp(min=0), tensors.room[row])
 
 
 def padded_head_dim(t: Tensor, head_dim: int) -> Tensor:
-    """With zeros up to a head_dim of this size."""
+    """t with zeros appended up to this head_dim."""
     return t if t.shape[-1] == head_dim else pad(t, (0, head_dim - t.shape[-1]))

@@ -1,11 +1,11 @@
-"""What this backend takes from torch: FlexAttention, compiled on GPUs and by its formula on CPUs.
+"""The parts of torch that this backend uses: FlexAttention, compiled on GPUs, eager on the CPU.
 
-`torch.nn.attention.flex_attention` is public; on a GPU nothing else of it is used. On the CPU it
-returns no lse when compiled and, in newer versions of torch, no gradients at all, so there the
-operator behind it is called, by which FlexAttention defines its results: it forms all scores. That
-operator, the mode in which torch runs the two functions, the limit on compilations, and the keys by
-which torch dispatches are private. This is the only module of the backend that uses them, and
-`missing` says what a version of torch lacks.
+On a GPU the public `torch.nn.attention.flex_attention` is compiled. On the CPU that function
+returns no lse when compiled and, in newer releases of torch, no gradients at all. So there the
+operator behind it is called, whose eager implementation is the definition of FlexAttention and
+forms all scores. That operator, the mode in which torch runs score_mod and mask_mod, the limit on
+compilations, and torch's dispatch keys are private. This is the only module of the backend that
+uses private parts, and `missing` says what a release of torch lacks.
 """
 
 import functools
@@ -34,16 +34,16 @@ _USED = (
     (_OPERATOR, "flex_attention"),
 )
 
-# What compiles the calls on a GPU; tests look at the graphs without one.
+# The backend of torch.compile on a GPU. Tests replace it to look at the graphs without a GPU.
 COMPILER: Any = "inductor"
 
 
 @functools.cache
 def missing() -> str | None:
-    """What this version of torch lacks, in words for a user; None where all is there.
+    """What this release of torch lacks, in words for a user; None if it has everything.
 
-    Parts of torch._dynamo are looked at where they are used: importing it takes seconds, and
-    imports triton, which reads its settings then.
+    Parts of torch._dynamo are only checked where they are used: importing it takes seconds, and
+    imports triton, which then reads its settings.
     """
     for module, name in _USED:
         try:
@@ -62,14 +62,14 @@ def _lacks(name: str) -> RuntimeError:
 def as_if_called_directly() -> Any:
     """A context in which autograd and vmap work as they do outside of an operator.
 
-    While torch runs an operator it has switched both off, and FlexAttention is made of them.
+    Inside an operator torch has switched both off, but FlexAttention needs them.
     """
     return torch._C._ForceDispatchKeyGuard(*_keys_of_a_new_thread())
 
 
 @functools.cache
 def _keys_of_a_new_thread() -> tuple[Any, Any]:
-    """What torch dispatches by, in addition to the tensors and not at all, where nobody asked."""
+    """The dispatch keys that torch includes and excludes by default, read on a new thread."""
     found: list[tuple[Any, Any]] = []
 
     def look() -> None:
@@ -83,9 +83,9 @@ def _keys_of_a_new_thread() -> tuple[Any, Any]:
 
 
 def is_called_directly() -> bool:
-    """Whether no operator of torch has made this call, and with it code that torch has compiled.
+    """Whether this call comes neither from an operator of torch nor from code that it compiled.
 
-    False in inference mode as well, which looks alike.
+    Also False in inference mode, which cannot be told apart.
     """
     excluded: bool = torch._C._dispatch_tls_local_exclude_set().has(
         torch._C.DispatchKey.AutogradOther
@@ -102,12 +102,15 @@ def attend(
     table: Any,
     blocks: Blocks,
 ) -> tuple[Tensor, Tensor]:
-    """out (B, H, Sq, D) and lse (B, H, Sq) of what `arrange` and `operands` made, differentiable.
+    """out (B, H, Sq, D) and lse (B, H, Sq), differentiable.
 
-    On a GPU the call is compiled at the first of its kind, which takes many seconds.
+    On a GPU the first call of each kind is compiled, which takes many seconds.
 
     Args:
-        table: what `block_mask` returned.
+        spec, tensors: from `operands`.
+        q, k, v: from `arrange`.
+        table: from `block_mask`.
+        blocks: from `device_blocks`.
     """
     if runs_compiled(q):
         return compiled(spec, q, k, v, tensors, table, blocks)
@@ -115,16 +118,16 @@ def attend(
 
 
 def runs_compiled(q: Tensor) -> bool:
-    """Whether a kernel computes a problem with this query, which wants a table of blocks."""
+    """Whether a compiled kernel computes a problem with this query; it needs a `block_mask`."""
     return q.is_cuda
 
 
 def block_mask(given: Arranged) -> Any:
-    """A BlockMask without its mask_mod; None where none is read, or every row keeps every key.
+    """A BlockMask without mask_mod; None if it is not read, or if every row keeps every key.
 
     Making one takes over a hundred small kernels, more time than attention over a few thousand
-    keys, so it is kept for later calls. Masks are written anew for each batch, and are no reason to
-    keep one.
+    keys. So it is kept for later calls, except for problems with a mask: masks are usually new in
+    every call.
     """
     if not runs_compiled(given.q):
         return None
@@ -145,7 +148,7 @@ def block_mask(given: Arranged) -> Any:
 
 
 _TABLES = Kept(8)
-_MOST_KEPT_BLOCKS = 2**20  # of one table, 16 bytes each
+_MOST_KEPT_BLOCKS = 2**20  # tables with more blocks, at 16 bytes each, are not kept
 
 
 def compiled(
@@ -157,7 +160,7 @@ def compiled(
     table: Any,
     blocks: Blocks,
 ) -> tuple[Tensor, Tensor]:
-    """By the kernel that torch.compile makes of FlexAttention."""
+    """`attend` by the kernel that torch.compile makes of FlexAttention."""
 
     def score_mod(x: Tensor, b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
         return score(spec, tensors, x, (b, h, row, key))
@@ -167,11 +170,11 @@ def compiled(
 
     own_mask = None
     if table is not None:
-        own_mask = object.__new__(type(table))  # what copy.copy does, in a tenth of its time
+        own_mask = object.__new__(type(table))  # as copy.copy does, in a tenth of the time
         vars(own_mask).update(vars(table), mask_mod=mask_mod)
     given = score_mod if changes_scores(spec) else None
     config, name = torch._dynamo.config, _limit_name()
-    limit = getattr(config, name)  # set by hand: config.patch makes a class at each call
+    limit = getattr(config, name)  # set by hand: config.patch creates a class in every call
     setattr(config, name, _MOST_COMPILATIONS)
     try:
         out, lse = _kernel_of(spec, blocks, COMPILER)(q, k, v, given, own_mask, spec.softmax_scale)
@@ -182,12 +185,13 @@ def compiled(
 
 @functools.cache
 def _kernel_of(spec: Spec, blocks: Blocks, compiler: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """FlexAttention, compiled for one spec and one choice of blocks.
+    """FlexAttention, compiled for one spec and one choice of block sizes.
 
-    torch.compile counts compilations by code object and gives up after a few; and by the name of
-    the function it remembers which numbers have changed, to take those for variables from then on.
-    So each spec has a function of its own. What is compiled again for one spec are lengths: once
-    when a length changes for the first time, and then never more.
+    Each spec gets a function with a code object and a name of its own, for two reasons:
+    torch.compile counts compilations by code object and gives up after a few, and it remembers by
+    the name of a function which numbers have changed, and takes those as variables from then on.
+    For one spec only lengths lead to another compilation, once when a length changes for the first
+    time.
     """
     name = f"flex_attention_{next(_NUMBERS)}"
     code = _call.__code__.replace(co_name=name)
@@ -196,8 +200,8 @@ def _kernel_of(spec: Spec, blocks: Blocks, compiler: Any) -> Callable[..., tuple
 
 
 _NUMBERS = itertools.count()
-# Of one spec. Each length that changes for the first time, or is 1, takes one, so that torch's own
-# limit of 8, beyond which it raises an error, can be met.
+# The limit on compilations for one spec. Each length that changes for the first time, or is 1,
+# takes one. torch's own limit of 8, beyond which it raises an error, could be reached.
 _MOST_COMPILATIONS = 64
 
 
@@ -206,7 +210,7 @@ _LIMIT_NAMES = ("recompile_limit", "cache_size_limit")  # since torch 2.7, and b
 
 @functools.cache
 def _limit_name() -> str:
-    """Of the limit on compilations of one function."""
+    """The name of torch's setting that limits the compilations of one function."""
     for name in _LIMIT_NAMES:
         if hasattr(torch._dynamo.config, name):
             return name
@@ -223,9 +227,9 @@ def _call(
     blocks: tuple[tuple[str, int], ...] = (),
 ) -> tuple[Tensor, Tensor]:
     flex = _flex()
-    # The kernel for few rows is limited in what heads and masks it takes.
+    # Not the kernel for few rows (flex decoding), which does not support all heads and masks.
     options = {"FORCE_USE_FLEX_ATTENTION": True, **dict(blocks)}
-    if hasattr(flex, "AuxRequest"):  # newer versions warn of return_lse
+    if hasattr(flex, "AuxRequest"):  # newer releases warn that return_lse is deprecated
         out, aux = flex.flex_attention(
             q, k, v, score_mod, block_mask, scale, q.shape[1] != k.shape[1],
             kernel_options=options, return_aux=flex.AuxRequest(lse=True),
@@ -246,7 +250,10 @@ def _flex() -> Any:
 def by_formula(
     spec: Spec, q: Tensor, k: Tensor, v: Tensor, tensors: Operands
 ) -> tuple[Tensor, Tensor]:
-    """By torch's own definition of FlexAttention, in the dtype of lse; memory of Sq * Sk."""
+    """`attend` by torch's own definition of FlexAttention, which takes memory for Sq * Sk scores.
+
+    Computed and returned in float32, or float64 for float64 inputs.
+    """
     operator = importlib.import_module(_OPERATOR).flex_attention
     mode = _mode()
     names = [name for name, t in zip(Operands._fields, tensors, strict=True) if t is not None]
@@ -280,7 +287,7 @@ def by_formula(
 
 @functools.cache
 def _mode() -> Any:
-    """The mode in which torch runs what reads a tensor by indices that are tensors."""
+    """The mode in which torch runs functions that index a tensor by tensors under vmap."""
     try:
         return importlib.import_module(_MODE).TransformGetItemToIndex
     except (ImportError, AttributeError):
@@ -288,7 +295,7 @@ def _mode() -> Any:
 
 
 def _no_blocks(seqlen_q: int, seqlen_k: int) -> tuple[Any, ...]:
-    """A BlockMask as the operator takes it, but for mask_mod, with one block; it is not read."""
+    """The fields of a BlockMask of one block, without mask_mod; the operator does not read them."""
     mask = _flex().BlockMask.from_kv_blocks(
         torch.ones((1, 1, 1), dtype=torch.int32),
         torch.zeros((1, 1, 1, 1), dtype=torch.int32),

@@ -37,7 +37,7 @@ class TritonBackend(Backend):
         )
 
     def unavailable_on(self, device: torch.device) -> str | None:
-        # Looking for a package at every call would take longer than a launch.
+        # Looking for a package in every call would take longer than a launch.
         return None if "triton" in sys.modules else self.unavailable()
 
     def unsupported(self, problem: Problem) -> list[Exception]:

@@ -1,6 +1,7 @@
-"""Launches of the kernels: results and workspaces from torch, grids, and the order of launches.
+"""Launches of the kernels: allocation of results and workspaces, grids, and order of launches.
 
-Nothing here waits for the device, and nothing of size Sq x Sk is allocated.
+Nothing here waits for the device. Nothing of size Sq x Sk is allocated, except the gradient of a
+bias that has this size.
 """
 
 import contextlib
@@ -44,7 +45,8 @@ def forward(problem: Problem, for_backward: bool) -> Results:
     out, lse = results.out, results.lse
     rest = results.lse_rest if problem.bias is not None and for_backward else None
     if problem.q.numel() == 0 or problem.k.numel() == 0 or problem.packing is not None:
-        # Rows that no sequence has, should cu_seqlens be wrong, keep nothing either.
+        # If cu_seqlens are wrong, there may be rows of no sequence: they get the results of rows
+        # that keep nothing.
         out.zero_()
         lse.fill_(-torch.inf)
         if rest is not None:
@@ -74,7 +76,7 @@ def backward(
     grads = empty_gradients(problem, needs)
     if problem.packing is not None or problem.q.numel() == 0 or problem.k.numel() == 0:
         for grad in grads[:4]:
-            grad.zero_()  # what no sequence has stays so
+            grad.zero_()  # rows and keys of no sequence keep a gradient of 0
     if problem.q.numel() == 0 or problem.k.numel() == 0:
         return grads
     operands = arrange(problem)
@@ -93,11 +95,13 @@ def backward(
 
 
 class _BiasGradient:
-    """The gradient of a bias that has no rows, or no keys, of its own: sums of dlogits.
+    """The gradient of a bias that is the same for all rows, or for all keys: sums of dlogits.
+
+    Both sums are None if the bias has rows and keys, or its gradient is not needed.
 
     Attributes:
-        by_row: float32 as lse: the sum of each row; None where not needed.
-        by_key: float32 (B, heads, T): the sum of each key; None where not needed.
+        by_row: float32 (B, H, Sq): the sum of each row; None if not needed.
+        by_key: float32 (B, heads, T): the sum of each key; None if not needed.
         by_head: whether the heads of by_key are query heads, not key heads.
     """
 
@@ -126,7 +130,10 @@ class _BiasGradient:
             self.by_row = torch.zeros(shape, dtype=torch.float32, device=q.device)
 
     def write(self, target: Tensor) -> None:
-        """Sum over what the bias is broadcast over, and round once, into its own shape."""
+        """Write the gradient to `target`, which has shape and dtype of the bias.
+
+        It is summed over the dimensions in which the bias is broadcast, and rounded once.
+        """
         wide = target[None, :, None] if self.packed else target  # (B, heads, Sq, Sk)
         if self.by_key is not None:
             total = self.by_key[:, :, None]
@@ -140,7 +147,7 @@ class _BiasGradient:
 
 
 class _GivenRows(NamedTuple):
-    """What the backward knows of the rows, as arguments of its kernels."""
+    """The keyword arguments of the backward kernels that concern rows, and lse."""
 
     arguments: dict[str, Any]
     lse: Tensor
@@ -151,7 +158,7 @@ def _given_rows(
 ) -> _GivenRows:
     problem = operands.problem
     lse, rest = results.lse.contiguous(), results.lse_rest
-    # Through the operator it has another shape where there is none.
+    # If there is no rest, the operator passes a tensor of another rank.
     rest = None if rest is None or rest.dim() != lse.dim() else rest.contiguous()
     delta = torch.zeros_like(lse)
     tile = _tiles(operands).row_gradients
@@ -201,17 +208,17 @@ def _row_gradients(
 def _key_gradients(
     operands: Operands, rows: _GivenRows, grads: Gradients, needs: Needs, dbias: _BiasGradient
 ) -> None:
-    """dk and dv, and the sums of dlogits by key.
+    """Compute dk and dv, and the sums of dlogits by key.
 
-    With a list for every block of rows they are summed in float32: in one launch, or where the
-    result must be repeatable in one launch after the other, each of which meets no key twice.
+    With a list for every block of rows they are summed in float32: in one launch, or, if the result
+    must be repeatable, in a sequence of launches in each of which no key occurs twice.
     """
     problem, lists = operands.problem, operands.lists
     tile = _tiles(operands).key_gradients
     dk, dv = (grads.k if needs.k else None), (grads.v if needs.v else None)
     entries, list_blocks = operands.seqlen_k, 1
     if lists is not None:
-        # What is not listed has no gradient.
+        # Keys that are not listed get a gradient of 0.
         dk, dv = (None if t is None else t.zero_() for t in (dk, dv))
     if lists is not None and lists.kind == LIST_PER_BLOCK:
         dk, dv = (None if t is None else torch.zeros_like(t, dtype=torch.float32) for t in (dk, dv))
@@ -256,7 +263,7 @@ def _key_gradients(
 
 
 def _dense_bias_gradient(operands: Operands, rows: _GivenRows, dbias: Tensor) -> None:
-    """The gradient of a bias that has rows and keys, which are the size of the result."""
+    """Compute the gradient of a bias that has rows and keys."""
     problem = operands.problem
     packed = problem.packing is not None
     wide = dbias[None] if packed else dbias
@@ -309,7 +316,7 @@ def _tiles(operands: Operands) -> Tiles:
 
 
 def _on(t: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device: make that the device of the tensor."""
+    """A context in which the device of the tensor is the current one, on which triton launches."""
     if t.device.type == "cpu":
         return contextlib.nullcontext()
     device: contextlib.AbstractContextManager[Any] = torch.get_device_module(t.device).device(
@@ -319,13 +326,16 @@ def _on(t: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 def _lse(lse: Tensor) -> dict[str, Any]:
-    """lse (B, H, Sq), or packed (H, Tq), contiguous; all per-row tensors are laid out like it."""
+    """Keyword arguments for lse, contiguous (B, H, Sq) or packed (H, Tq).
+
+    Its strides are those of all other tensors with a number per row.
+    """
     batch = lse.stride(0) if lse.dim() == 3 else 0
     return {"lse": lse, "lse_b": batch, "lse_h": lse.stride(-2)}
 
 
 def _contiguous_like(t: Tensor) -> Tensor:
-    """A tensor of the strides of a contiguous one, without its memory."""
+    """A contiguous tensor like t on the meta device: it has strides, but no memory."""
     return torch.empty(t.shape, dtype=t.dtype, device="meta")
 
 

@@ -1,6 +1,6 @@
 """A problem as the kernels take it: tensors, their strides, and how the keys of a row are found.
 
-Letters: as in `dmattn.problem`; T = Sk, or Tk of packed sequences.
+Letters: as in `dmattn.problem`; T is Sk, or Tk for packed sequences.
 """
 
 from dataclasses import dataclass
@@ -12,33 +12,35 @@ from torch import Tensor
 from dmattn.key_lists import BLOCK_ROWS
 from dmattn.problem import Problem, has_rows, is_per_key
 
-# How a program finds its keys, as `listed_range` in the kernels.
+# How a program finds its keys: the values of LISTS in `listed_range` of the kernels.
 ALL_KEYS, ONE_LIST, LIST_PER_BLOCK = 0, 1, 2
 
 
 @dataclass(frozen=True)
 class Lists:
-    """Lists of keys, int32 and contiguous."""
+    """Lists of keys, int32 and contiguous. Shapes for ONE_LIST, and for LIST_PER_BLOCK."""
 
     kind: int  # ONE_LIST or LIST_PER_BLOCK
     keys: Tensor  # ({B|1}, heads, T + 1), or ({B|1}, heads, blocks, capacity)
-    rank: Tensor  # ({B|1}, heads, T + 1), or ({B|1}, heads, blocks)
-    full: Tensor | None = None  # as rank: the leading entries that all rows of the block keep
+    # ({B|1}, heads, T + 1): the number of listed keys before each key; or ({B|1}, heads, blocks):
+    # the length of each list.
+    rank: Tensor
+    full: Tensor | None = None  # as rank: how many leading entries all rows of the block keep
     end: Tensor | None = None  # ({B|1}, heads, Sk): rows at this position and later drop the key
 
 
 @dataclass(frozen=True)
 class Operands:
-    """What all kernels of a call have in common."""
+    """The arguments that all kernels of a call share."""
 
     problem: Problem
     lists: Lists | None
-    mask_is_listed: bool  # whether the lists say all that the mask says
+    mask_is_listed: bool  # whether the lists contain all that the mask says
     batch: int  # or the number of packed sequences
-    seqlen_q: int  # of the longest sequence
-    seqlen_k: int
-    total_q: int  # rows and keys that the tensors hold for a batch entry
-    total_k: int
+    seqlen_q: int  # an upper bound of the rows of a sequence
+    seqlen_k: int  # an upper bound of the keys of a sequence
+    total_q: int  # rows in a batch entry of the tensors, or of all packed sequences
+    total_k: int  # keys in a batch entry of the tensors, or of all packed sequences
 
     @property
     def nheads(self) -> int:
@@ -55,17 +57,17 @@ class Operands:
 
     @property
     def has_pairs(self) -> bool:
-        """Whether a mask that is read, or the bias, has rows and keys."""
+        """Whether the bias, or a mask that the kernels read, may differ between rows."""
         mask = None if self.mask_is_listed else self.problem.mask
         return any(t is not None and has_rows(t) for t in (mask, self.problem.bias))
 
     @property
     def list_heads(self) -> int:
-        """Heads that have lists of their own; 0 without lists."""
+        """The number of heads that have different lists; 0 without lists."""
         return 0 if self.lists is None else self.lists.keys.shape[1]
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of the kernels, those for lists left out."""
+        """Keyword arguments of the kernels, except those for lists."""
         problem = self.problem
         packing = problem.packing
         return {
@@ -91,22 +93,22 @@ class Operands:
         }
 
     def _in_base_2(self) -> bool:
-        """Whether the kernels take the softmax in base 2, where the scale and the change of base
-        are one factor.
+        """Whether the kernels compute the softmax in base 2, with scale * log2(e) as one factor.
 
-        The largest scaled product is the largest product only if the scale is not negative. A
-        large bias needs the logits as they are, and float32 one rounding less.
+        They then scale the maximum of the products instead of the products, so the scale must not
+        be negative. With a large bias the logits must not be multiplied, and in float32 the
+        additional rounding would matter.
         """
         problem = self.problem
         plain = problem.bias is None and problem.softcap == 0 and problem.softmax_scale >= 0
         return plain and problem.q.dtype != torch.float32
 
     def mask_arguments(self) -> dict[str, Any]:
-        """The mask for kernels that do not walk lists."""
+        """Keyword arguments for the mask, for kernels that do not walk lists."""
         return self._operand("mask", self.problem.mask)
 
     def list_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of the kernels that walk lists."""
+        """Further keyword arguments of the kernels that walk lists."""
         lists = self.lists
         shape = (1, 1, 0, 0) if lists is None else lists.keys.shape
         batch, heads = shape[:2]
@@ -125,7 +127,10 @@ class Operands:
         }
 
     def _operand(self, name: str, t: Tensor | None) -> dict[str, Any]:
-        """A mask or bias with a stride of 0 wherever it is broadcast, and of None along rows."""
+        """Keyword arguments for a mask or bias: the tensor and its strides.
+
+        The stride is 0 in dimensions in which it is broadcast, but None for rows.
+        """
         if t is None:
             strides, heads, stride_k0 = (0, 0, 0, 0), 1, 0
         elif self.problem.packing is not None and is_per_key(t):
@@ -146,7 +151,13 @@ class Operands:
 
 
 def _rows(name: str, row: str, t: Tensor) -> dict[str, Any]:
-    """A tensor (B, rows, heads, D), or packed (rows, heads, D)."""
+    """Keyword arguments for a tensor (B, rows, heads, D), or packed (rows, heads, D).
+
+    Args:
+        name: the name of the tensor among the arguments of the kernels.
+        row: the letter for its row stride, "m" for rows or "n" for keys.
+        t: the tensor.
+    """
     batch = t.stride(0) if t.dim() == 4 else 0
     return {
         name: t,
@@ -158,19 +169,19 @@ def _rows(name: str, row: str, t: Tensor) -> dict[str, Any]:
 
 
 def rows_of(name: str, row: str, t: Tensor) -> dict[str, Any]:
-    """As above for a contiguous result, whose last stride the kernels know."""
+    """As `_rows`, for a contiguous result, without the last stride, which kernels know to be 1."""
     arguments = _rows(name, row, t)
     del arguments[f"{name}_d"]
     return arguments
 
 
 def given_rows(name: str, t: Tensor) -> dict[str, Any]:
-    """As above for a tensor of rows with any strides."""
+    """As `_rows`, for a tensor of query rows with any strides."""
     return _rows(name, "m", t)
 
 
 def arrange(problem: Problem) -> Operands:
-    """A checked problem with its lists, made on its device and without waiting for it."""
+    """A checked problem with its lists, which are made on the device without waiting for it."""
     q, k, packing = problem.q, problem.k, problem.packing
     if packing is None:
         sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[1], k.shape[1])
@@ -183,7 +194,10 @@ def arrange(problem: Problem) -> Operands:
 
 
 def _find_lists(problem: Problem) -> tuple[Problem, Lists | None, bool]:
-    """The problem, perhaps with a mask in place of key lists; its lists; `mask_is_listed`."""
+    """The problem, its lists or None, and `mask_is_listed`.
+
+    In the problem, key lists that are not causal are replaced by a mask.
+    """
     mask = problem.mask
     if problem.key_lists is not None:
         end, idx, count, full = (t.contiguous() for t in problem.key_lists)
@@ -208,11 +222,11 @@ def _find_lists(problem: Problem) -> tuple[Problem, Lists | None, bool]:
 
 
 def _one_list(kept: Tensor) -> Lists:
-    """The kept keys of each head, ascending. kept: bool ({B|1}, heads, T)."""
+    """One list of the kept keys for each head, in ascending order. kept: bool ({B|1}, heads, T)."""
     batch, heads, total = kept.shape
     rank = torch.zeros((batch, heads, total + 1), dtype=torch.int32, device=kept.device)
     torch.cumsum(kept, 2, dtype=torch.int32, out=rank[..., 1:])
-    place = torch.where(kept, rank[..., :-1], total).long()  # the last place takes the others
+    place = torch.where(kept, rank[..., :-1], total).long()  # others all go to the last place
     keys = torch.zeros_like(rank)
     key = torch.arange(total, dtype=torch.int32, device=kept.device)
     keys.scatter_(2, place, key.expand(place.shape))

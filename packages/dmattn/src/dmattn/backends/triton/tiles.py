@@ -1,9 +1,9 @@
-"""The tile shapes of the kernels: fixed, so that nothing is tried out at the first call.
+"""The tile shapes of the kernels. They are fixed: there is no autotuning at the first call.
 
-Most were chosen by what ptxas says of the kernels with a mask and a bias: at most 64 KB of shared
-memory, the least that a served GPU has, and registers that hold everything, or nearly so. GPUs with
-the shared memory of Hopper have larger tiles, where no mask or bias of rows and keys takes room
-beside them.
+Most were chosen by the output of ptxas for the kernels with a mask and a bias: at most 64 KB of
+shared memory, the smallest size among supported GPUs, and no or nearly no spilled registers. GPUs
+with as much shared memory as Hopper get larger tiles, unless a mask or bias with rows and keys
+needs some of it.
 """
 
 import functools
@@ -32,16 +32,17 @@ class Tiles(NamedTuple):
     bias_gradient: Tile
 
 
-# By the padded head_dim. With 4 warps the logits of 64 x 64 pairs, with the addresses of mask and
-# bias, do not fit the registers; a second stage would not fit the shared memory.
+# By the padded head_dim. With 4 warps instead of 8, the logits of 64 x 64 pairs and the addresses
+# of mask and bias would not fit the registers; a second stage would not fit the shared memory.
 _MATRIX_UNITS = {
     64: Tiles(Tile(64, 64, 8, 1), Tile(64, 32, 8, 1), Tile(32, 64, 8, 1), Tile(64, 64, 8, 1)),
     128: Tiles(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
     256: Tiles(Tile(32, 32, 8, 1), Tile(32, 16, 8, 1), Tile(16, 32, 8, 1), Tile(16, 32, 8, 1)),
 }
-# For GPUs with at least so much shared memory, bytes of a block: keys and values, or rows, are
-# loaded while products are computed from those before. At head_dim 128 these were the fastest of
-# four on an H200, without a mask; of the others ptxas says that hardly a register is spilled.
+# For GPUs on which a block may have at least this many bytes of shared memory: keys and values, or
+# rows, are loaded while products of the previous ones are computed. At head_dim 128 these were the
+# fastest of four choices on an H200, without a mask; for the others ptxas reports hardly any
+# spilled register.
 _LARGE_SHARED = 200 * 1024
 _LARGE = {
     64: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)),
@@ -49,18 +50,21 @@ _LARGE = {
     256: (Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2)),
 }
 # Without matrix units each thread holds whole rows of both factors of a product in registers. At
-# head_dim 256 these do not fit, whatever the tile; the kernels are right but slow there.
+# head_dim 256 these do not fit, whatever the tile; the kernels are correct but slow there.
 _NO_MATRIX_UNITS = {
     64: Tiles(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
     128: Tiles(*[Tile(16, 16, 8, 1)] * 4),
     256: Tiles(*[Tile(16, 16, 8, 1)] * 4),
 }
-# The interpreter takes its time for each operation, however large.
+# The interpreter takes about the same time for each operation, whatever its size.
 _INTERPRETED = Tiles(*[Tile(128, 128, 4, 1)] * 4)
 
 
 def is_interpreted() -> bool:
-    """Whether the kernels run in triton's interpreter, as its import decides."""
+    """Whether the kernels run in triton's interpreter.
+
+    Decided when triton is imported, by TRITON_INTERPRET; before that, what an import would decide.
+    """
     standard = sys.modules.get("triton.language.standard")
     if standard is None:
         return os.environ.get("TRITON_INTERPRET") == "1"
@@ -68,7 +72,7 @@ def is_interpreted() -> bool:
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """The power of two that tiles have in place of head_dim; a product needs at least 16."""
+    """head_dim rounded up to a power of two for tiles (BD); at least 16, as products need it."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
@@ -80,10 +84,10 @@ def tiles_for(
     Args:
         dtype: of q, k and v.
         head_dim: D.
-        old_nvidia: whether it is an NVIDIA GPU older than sm_80, on which triton uses no matrix
-            units.
-        shared_bytes: shared memory that a block may have; 0 if it is not known.
-        pairs: whether there is a mask or bias with rows and keys, of which a tile is loaded too.
+        old_nvidia: whether the device is an NVIDIA GPU older than sm_80, on which triton uses no
+            matrix units.
+        shared_bytes: shared memory that a block may have, in bytes; 0 if it is not known.
+        pairs: whether there is a mask or bias with rows and keys, of which tiles are loaded too.
     """
     if is_interpreted():
         return _INTERPRETED
@@ -98,7 +102,7 @@ def tiles_for(
 
 @functools.cache
 def shared_bytes_of(device: torch.device) -> int:
-    """Shared memory that a block may have on an NVIDIA GPU; 0 for other devices."""
+    """Shared memory that a block may have on an NVIDIA GPU, in bytes; 0 for other devices."""
     if device.type != "cuda" or torch.version.hip is not None:
         return 0
     found = torch.cuda.get_device_properties(device)
@@ -106,7 +110,7 @@ def shared_bytes_of(device: torch.device) -> int:
 
 
 def is_old_nvidia(device: torch.device) -> bool:
-    """Whether it is an NVIDIA GPU older than sm_80."""
+    """Whether the device is an NVIDIA GPU older than sm_80."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) < (8, 0)

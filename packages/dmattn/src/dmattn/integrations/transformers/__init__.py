@@ -20,7 +20,7 @@ __all__ = ["DogeCache", "enable_doge", "register"]
 
 
 def __getattr__(name: str) -> Any:
-    """What imports transformers, once it is asked for."""
+    """Import the names that need transformers when they are first used."""
     if name not in ("DogeCache", "enable_doge"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     check_transformers()

@@ -1,4 +1,4 @@
-"""The function that every attention layer of transformers calls."""
+"""The attention function of the implementation "dmattn", which layers of transformers call."""
 
 from typing import Any, NamedTuple
 
@@ -32,38 +32,43 @@ def attention_forward(
     block_indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention of one layer.
+    """The attention of one layer, with the signature of transformers' attention functions.
 
     Letters: B batch, Sq/Sk query/key length, H query heads, HK key/value heads, D head dimension of
     queries and keys, Dv of values.
 
     Args:
-        module: the layer; its `is_causal` counts where the argument is None, True if it has none.
-        query: (B, H, Sq, D); here as for key and value, a batch of 1 serves any B.
+        module: the layer. Its attribute `is_causal` is used if the argument is None, and True if it
+            has none.
+        query: (B, H, Sq, D). Query, or key and value, may have a batch of 1, for any B.
         key: (B, HK, Sk, D).
-        value: (B, HK, Sk, Dv). Where the dtypes differ, query and key are cast to that of value.
-        attention_mask: what `make_mask` returned, or the user's own: bool (B|1, H|1, Sq|1, Sk|1),
-            True = attend, or floating, added to the logits. None: all keys, or those up to the
-            row's own position, the last row being at the last key.
+        value: (B, HK, Sk, Dv). If the dtypes differ, query and key are cast to that of value.
+        attention_mask: what `make_mask` returned, or the user's own: bool (B|1, H|1, Sq|1, Sk|1) or
+            (B, Sk), True = attend; or floating with four dimensions, added to the logits. None: all
+            keys, or if `is_causal` those up to the row's own position, with the last row at the
+            last key.
         dropout: must be 0.
-        scaling: D ** -0.5 when None.
-        sliding_window: each row sees this many keys, its own included. Counts where attention_mask
-            does not say what rows see: if it is None or (B, Sk).
-        softcap: c turns the scaled dot product x into c * tanh(x / c), before mask and biases.
-        is_causal: whether rows see no later keys, where attention_mask does not say what they see.
+        scaling: factor of the dot products; D ** -0.5 when None.
+        sliding_window: each row sees this many keys, its own included. Only used if attention_mask
+            does not say which keys rows see, that is, if it is None or (B, Sk), and if `is_causal`.
+        softcap: c turns the scaled dot product x into c * tanh(x / c), before mask and biases; None
+            or 0 for none.
+        is_causal: whether rows see no later keys. Only used if attention_mask does not say which
+            keys rows see.
         s_aux: (H,), a logit for each head that takes part in every row's softmax without a value.
-        sinks: (B|1, H, Sq, 1), the same for each row, as in Inkling 2.
+        sinks: (B|1, H, Sq, 1), such a logit for each row, as in Inkling 2.
         position_bias: (B|1, H|1, Sq, at least Sk), added to the logits.
-        indices: integer (B, Sq, chosen), the only keys that a row attends to, of those it sees.
-        block_indices: integer (B, HK, Sq, chosen), as indices, for blocks of
-            `module.indexer.block_size` keys; -1 stands for none.
+        indices: integer (B, Sq, chosen), keys chosen for each row. A row attends only to these, as
+            far as it sees them.
+        block_indices: integer (B, HK, Sq, chosen), the same for blocks of
+            `module.indexer.block_size` keys, chosen for each key/value head; -1 stands for none.
 
     Returns:
         (B, Sq, H, Dv), contiguous; None in place of attention weights, which are never formed.
 
     Raises:
-        ValueError: dropout is not 0, the mask is for another number of keys, or as
-            `dmattn.flash_dmattn_func`.
+        ValueError: dropout is not 0, the mask is for another number of keys, cu_seq_lens_q is
+            given in a call that does not support it, or as `dmattn.flash_dmattn_func`.
         TypeError: the mask is no tensor, or as `dmattn.flash_dmattn_func`.
     """
     _check(dropout, kwargs)
@@ -74,7 +79,8 @@ def attention_forward(
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))
     chosen = _chosen_keys(module, indices, block_indices, query, key)
     described = _description(attention_mask, query, key)
-    # What has rows of its own is dense already: beside it, so may be the mask.
+    # With a bias or a choice of keys per row something dense exists anyway, so the mask may be
+    # dense as well.
     is_dense = position_bias is not None or chosen is not None
     if is_causal and (attention_mask is None or described is not None):
         described = _in_documents(described, query, key, sliding_window, is_dense, kwargs)
@@ -99,7 +105,7 @@ def attention_forward(
         out: Tensor = _attend(query, key, value, seen, bias, settings)
         return out, None
     out, lse = _attend(query, key, value, seen, bias, settings | {"return_lse": True})
-    share = torch.sigmoid(lse - sinks[..., 0])  # what the softmax leaves to the keys
+    share = torch.sigmoid(lse - sinks[..., 0])  # the part of the softmax that falls to the keys
     return (out * share.transpose(1, 2)[..., None]).to(out.dtype).contiguous(), None
 
 
@@ -117,15 +123,16 @@ def _check(dropout: float, kwargs: dict[str, Any]) -> None:
 
 
 class _SeenKeys(NamedTuple):
-    """What the rows of a call see, as functions of dmattn take it.
+    """The keys that the rows of a call see, in the form of arguments of dmattn's functions.
 
     Attributes:
-        key_len: keys behind these are the unused end of a cache.
+        key_len: number of keys in use; those behind them are the unused end of a cache.
         is_causal: whether rows see no later keys.
         mask: bool ({B|1}, {H|1}, {Sq|1}, key_len), or None.
-        bias: the floating mask of a user, as mask.
-        documents: where documents lie, if rows see their own up to their own position.
-        selection: key lists that say all of it.
+        bias: a floating mask of the user, of the same shapes as mask, or None.
+        documents: the documents, if a row sees the keys of its own document up to its own position;
+            or None.
+        selection: key lists that describe all that rows see, or None.
     """
 
     key_len: int
@@ -137,7 +144,10 @@ class _SeenKeys(NamedTuple):
 
 
 def _description(mask: Tensor | None, query: Tensor, key: Tensor) -> VisibleKeys | None:
-    """That of a mask of dmattn, if it was made for calls of this shape: (B, S, heads, D)."""
+    """The description in a mask from `make_mask`; None for other masks, or if shapes differ.
+
+    query, key: (B, S, heads, D).
+    """
     if not isinstance(mask, IntervalMask):
         return None
     shape = (query.shape[0], 1, query.shape[1], key.shape[1])
@@ -147,7 +157,7 @@ def _description(mask: Tensor | None, query: Tensor, key: Tensor) -> VisibleKeys
 def _as_described(visible: VisibleKeys, has_softcap: bool) -> _SeenKeys:
     key_len = visible.key_len
     if not visible.needs_selection:
-        # Hopper's kernels have softcap over documents, and not over the listed keys of a mask.
+        # Hopper's kernels support softcap with documents, but not with a mask of keys.
         if has_softcap and visible.texts is not None:
             return _SeenKeys(key_len, True, documents=visible.texts)
         return _SeenKeys(key_len, True, visible.key_mask)
@@ -164,16 +174,17 @@ def _in_documents(
     is_dense: bool,
     kwargs: dict[str, Any],
 ) -> VisibleKeys | None:
-    """What rows see where the call, but not the mask, was told how documents are packed.
+    """The description with documents, if only the call has boundaries of packed documents.
 
-    Masks learn of documents by position_ids, and not beside a cache, which models make by default.
-    Collators for flash attention pass boundaries as well, and those reach the layers.
+    transformers finds documents by position_ids when it makes a mask, but not with a cache, which
+    models create by default. Collators for flash attention also pass boundaries (cu_seq_lens_q),
+    which reach the layers.
     """
     cu_seqlens = kwargs.get("cu_seq_lens_q")
     query_len, key_len = query.shape[1], key.shape[1]
     if described is not None:
         key_len = described.key_len
-    # With another number of keys than of queries it is cross attention, or a text that goes on.
+    # Different numbers of queries and keys mean cross attention, or a text that is continued.
     if cu_seqlens is None or query_len != key_len or query_len == 1:
         return described
     if described is None:
@@ -182,7 +193,7 @@ def _in_documents(
             query.shape[0], query_len, key_len, window=shorter, device=query.device
         )
     if described.padding is not None or described.document_ids is not None:
-        return described  # as with flash attention, the mask counts
+        return described  # the mask takes precedence, as with flash attention
     if query.shape[0] != 1 or described.chunk is not None or is_dense:
         got = "what has rows of its own" if is_dense else "chunks"
         got = got if query.shape[0] == 1 else f"a batch of {query.shape[0]}"
@@ -195,12 +206,12 @@ def _in_documents(
 
 
 def _by_mask(mask: Tensor, key_len: int) -> _SeenKeys:
-    """A mask of four dimensions says all, causality included."""
+    """What rows see by a mask of four dimensions, which includes causality."""
     if isinstance(mask, IntervalMask):
         mask = mask.to_dense_mask()
     _check_keys(mask, key_len)
     if mask.shape[2] > 1 and mask.stride(2) == 0:
-        mask = mask[:, :, :1]  # alike for all rows, which costs less
+        mask = mask[:, :, :1]  # the same for all rows: a single row costs less
     if mask.is_floating_point():
         return _SeenKeys(key_len, False, bias=mask)
     return _SeenKeys(key_len, False, mask)
@@ -209,7 +220,7 @@ def _by_mask(mask: Tensor, key_len: int) -> _SeenKeys:
 def _by_position(
     padding: Tensor | None, query: Tensor, key: Tensor, is_causal: bool, window: int | None
 ) -> _SeenKeys:
-    """Causality, a window and the padding (B, Sk), where no mask says more."""
+    """What rows see by causality, a window and the padding (B, Sk) alone."""
     query_len, key_len = query.shape[1], key.shape[1]
     if padding is not None:
         _check_keys(padding, key_len)
@@ -223,10 +234,10 @@ def _by_position(
 
 
 def _check_keys(mask: Tensor, key_len: int) -> None:
-    """Refuse a mask of other keys: which of them stand for those at hand is not to be guessed.
+    """Raise ValueError for a mask of another number of keys; no guess is made which are meant.
 
-    transformers makes such masks of an attention_mask longer than the inputs, or where a cache was
-    cropped that the mask speaks of.
+    transformers makes such masks if an attention_mask is longer than the inputs, or if it covers
+    tokens that were cropped from the cache.
     """
     keys = mask.shape[-1]
     if not (keys == key_len or keys == 1):
@@ -259,7 +270,7 @@ def _chosen_keys(
 
 
 def _are_among(indices: Tensor, size: int) -> Tensor:
-    """bool (..., size): whether a number below size is among the indices (..., chosen)."""
+    """bool (..., size): entry j says whether j is among the indices (..., chosen)."""
     found = indices.new_zeros((*indices.shape[:-1], size), dtype=torch.bool)
     return found.scatter(-1, indices.long(), True)
 
@@ -267,7 +278,7 @@ def _are_among(indices: Tensor, size: int) -> Tensor:
 def _sum_of_biases(
     position_bias: Tensor | None, seen: _SeenKeys, dtype: torch.dtype
 ) -> Tensor | None:
-    """Both biases in one, of a dtype that attention in `dtype` takes."""
+    """The sum of both biases, float32 or in `dtype`, that of the query; None without any."""
     bias = seen.bias
     if position_bias is not None:
         position_bias = position_bias[..., : seen.key_len]
@@ -283,7 +294,7 @@ def _attend(
     bias: Tensor | None,
     settings: dict[str, Any],
 ) -> Any:
-    """(B, Sq, H, Dv), and (B, H, Sq) where the settings ask for log-sum-exp."""
+    """out (B, Sq, H, Dv); or a tuple of out and lse (B, H, Sq), if the settings ask for lse."""
     if seen.documents is not None:
         keys, values = key[:, : seen.key_len], value[:, : seen.key_len]
         return _within_documents(query, keys, values, seen.documents, settings)
@@ -301,7 +312,7 @@ def _attend(
 def _within_documents(
     query: Tensor, key: Tensor, value: Tensor, documents: Documents, settings: dict[str, Any]
 ) -> Any:
-    """Attention of the whole batch laid end to end, which needs no key lists."""
+    """Attention of the batch as packed documents, sequence after sequence; needs no key lists."""
     found = flash_dmattn_varlen_func(
         query.flatten(0, 1),
         key.flatten(0, 1),
@@ -318,12 +329,12 @@ def _within_documents(
 
 
 def _one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """All in the dtype of value: rotary embeddings and adapters may leave the others wider."""
+    """All in the dtype of value: rotary embeddings and adapters may return wider query and key."""
     return query.to(value.dtype), key.to(value.dtype), value
 
 
 def _one_batch_size(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """All for as many sequences: learned queries, for one, come as a batch of 1."""
+    """All with the same batch size: learned queries, for example, come with a batch of 1."""
     if query.shape[0] == key.shape[0]:
         return query, key, value
     batch_size = max(query.shape[0], key.shape[0])

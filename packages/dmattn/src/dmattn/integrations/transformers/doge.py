@@ -1,8 +1,8 @@
 """Doge models with running top-w attention: nothing of size Sq x Sk is formed.
 
-`enable_doge` gives the modules of a model another `forward`, as attributes of the objects. Classes,
-parameters and config stay what they are. Each such forward asks the config at every call whether
-the attention implementation is "dmattn", and leaves the work to its class if it is not.
+`enable_doge` sets another `forward` on modules of a model, as attributes of the objects. Classes,
+parameters and config stay unchanged. In every call such a forward looks up in the config whether
+the attention implementation is "dmattn", and calls the forward of its class if it is not.
 """
 
 import functools
@@ -34,40 +34,42 @@ logger = logging.get_logger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 
-# The argument by which the model tells its layers what rows see.
+# The keyword argument by which the model tells its layers which keys rows see.
 _SEEN = "dmattn_seen_keys"
 
-# Those of which both ways compute in float32.
+# The dtypes for which both the class and torch's operator compute the norm in float32.
 _NORM_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-# On linear layers that take inputs which are wider than their weights.
+# The attribute of linear layers that have been changed to take inputs wider than their weights.
 _IS_WIDE = "_dmattn_is_wide"
 
 
 def enable_doge(model: Model, use_dynamic_mask_cache: bool = False) -> Model:
-    """Make the Doge models within `model` compute running top-w attention through dmattn.
+    """Make the Doge models within `model` compute running top-w attention by dmattn.
 
-    Each row attends to the `keep_window_size` keys of the highest scores among those that it may
-    see; of equal scores the later key is kept, and scores are computed in float32. The norms of the
-    model compute by `torch.nn.functional.rms_norm`, which takes less time and memory. Sets the
-    attention implementation "dmattn"; `set_attn_implementation` with another name switches all of
-    it off, and with "dmattn" on again. Enabling a model again changes only the cache.
+    Each row attends to the `keep_window_size` keys with the highest scores among those that it may
+    see. Of equal scores the later key is kept, and scores are computed in float32. The norms of the
+    model are computed by `torch.nn.functional.rms_norm`, which takes less time and memory. The
+    attention implementation is set to "dmattn"; `set_attn_implementation` with another name
+    switches all of this off, and with "dmattn" on again. Calling this again for a model only
+    changes which cache is made.
 
     Args:
         model: a Doge model of transformers, dense or with experts, or a module that contains one,
             such as an adapter around it. Changed in place.
-        use_dynamic_mask_cache: let `generate` and calls of the model make a `DogeCache` where they
-            would make a DynamicCache: where the user names no cache, generation is not assisted,
-            and no gradient is needed.
+        use_dynamic_mask_cache: let `generate` and calls of the model create a `DogeCache` where
+            they would create a DynamicCache: if the user names no cache, generation is not
+            assisted, and no gradient is needed.
 
     Returns:
         model.
 
     Raises:
         ImportError: transformers is older than 5.18.
-        TypeError: an argument is of the wrong kind.
-        ValueError: there is no Doge model in `model`, or it has a sliding window and so no use for
-            a `DogeCache`. The model is then unchanged.
+        TypeError: an argument has the wrong type.
+        ValueError: there is no Doge model in `model`; or, with use_dynamic_mask_cache, its config
+            is one that `DogeCache` refuses, such as one with a sliding window. The model is then
+            unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, wanted a torch.nn.Module")
@@ -81,7 +83,7 @@ def enable_doge(model: Model, use_dynamic_mask_cache: bool = False) -> Model:
         )
     if use_dynamic_mask_cache:
         for body in bodies:
-            DogeCache(body.config)  # raises where there can be none
+            DogeCache(body.config)  # raises if the config allows no such cache
     register()
     for body in bodies:
         _set_forward(body, functools.partial(_model_forward, body, use_dynamic_mask_cache))
@@ -102,7 +104,7 @@ def enable_doge(model: Model, use_dynamic_mask_cache: bool = False) -> Model:
 
 
 def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Give a module another forward; within a hook of accelerate, if it has one."""
+    """Set another forward on a module; inside the hook of accelerate, if the module has one."""
     name = "_old_forward" if hasattr(module, "_old_forward") else "forward"
     setattr(module, name, forward)
 
@@ -121,7 +123,7 @@ def _model_forward(
     use_cache: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """`DogeModel.forward`; works out once what rows see, and hands that to all layers."""
+    """`DogeModel.forward`; works out once which keys rows see, and passes that to all layers."""
     inputs = input_ids if inputs_embeds is None else inputs_embeds
     if model.config._attn_implementation == NAME and inputs is not None:
         boundaries = kwargs.get("cu_seq_lens_q")
@@ -153,8 +155,8 @@ def _model_forward(
                 is_causal,
                 boundaries,
             )
-        # The class takes a mask of four dimensions as it is, and makes none of its own. Its layers
-        # do not look at this one.
+        # The class passes a mask of four dimensions on unchanged, and makes none of its own. Our
+        # layers ignore it.
         attention_mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=inputs.device)
     return type(model).forward(
         model,
@@ -171,7 +173,7 @@ def _model_forward(
 def _new_cache(
     model: DogeModel, inputs_embeds: Tensor | None, use_dynamic_mask_cache: bool
 ) -> Cache:
-    """The cache of a call that names none."""
+    """A new cache for a call that is given none."""
     if use_dynamic_mask_cache and not _needs_gradients(model, inputs_embeds):
         return DogeCache(model.config)
     return DynamicCache(config=model.config)
@@ -188,7 +190,7 @@ def _needs_gradients(model: DogeModel, inputs_embeds: Tensor | None) -> bool:
 def _check_cache(
     model: DogeModel, cache: DogeCache, inputs_embeds: Tensor | None, is_causal: bool
 ) -> None:
-    """Raise before any layer has changed the cache."""
+    """Raise ValueError or RuntimeError for a wrong cache, before any layer changes it."""
     if not is_causal:
         raise ValueError(
             "is_causal: got False beside a DogeCache, wanted True; it holds the keys that causal "
@@ -211,7 +213,7 @@ def _check_cache(
 def _new_tokens(
     attention_mask: Tensor | None, hidden_shape: tuple[int, int], cache: DogeCache
 ) -> Tensor | None:
-    """bool (B, Sq): which of the tokens at hand are real; None for all."""
+    """Which of the new tokens are no padding: bool (B, Sq), or None if all are."""
     if attention_mask is None:
         return None
     batch, query_len = hidden_shape
@@ -219,7 +221,7 @@ def _new_tokens(
     if is_tensor and tuple(attention_mask.shape) == (batch, 1, 1, query_len):
         return attention_mask[:, 0, 0].bool()  # made by `_masks_for_generate`
     if torch.compiler.is_compiling() and is_tensor and attention_mask.dim() == 2:
-        # How many tokens came before is known on the device only: the last ones are those at hand.
+        # The number of earlier tokens is only known on the device, but the new ones are the last.
         return attention_mask[:, attention_mask.shape[1] - query_len :].bool()
     before = cache.get_seq_length()
     wanted = (batch, before + query_len)
@@ -244,7 +246,7 @@ def _attention_forward(
     past_key_values: Cache | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """`DogeAttention.forward` by running top-w."""
+    """`DogeAttention.forward` with running top-w attention."""
     seen = kwargs.pop(_SEEN, None)
     if layer.config._attn_implementation != NAME:
         result: tuple[Tensor, None] = type(layer).forward(
@@ -258,7 +260,7 @@ def _attention_forward(
     key = layer.k_norm(layer.k_proj(hidden_states).view(shape))
     cos, sin = position_embeddings
     query, key = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
-    # Norms and rotation may leave them wider than values, under autocast for one.
+    # Norms and rotation may return a wider dtype than that of values, for example under autocast.
     query, key = (t.transpose(1, 2).to(value.dtype) for t in (query, key))
     if isinstance(past_key_values, DogeCache):
         entries = past_key_values.layers[layer.layer_idx]
@@ -271,7 +273,7 @@ def _attention_forward(
                 key.transpose(1, 2), value.transpose(1, 2), layer.layer_idx
             )
             key, value = key.transpose(1, 2), value.transpose(1, 2)
-        if seen is None:  # called by something else than the model
+        if seen is None:  # not called by `_model_forward`
             seen = _seen_by(attention_mask, layer)
         score, keep = _scores(layer, value), layer.keep_window_size
         out = attend(query, key, value, score, keep, layer.scaling, seen)
@@ -281,8 +283,8 @@ def _attention_forward(
 def _norm_forward(norm: DogeRMSNorm, config: Any, hidden_states: Tensor) -> Tensor:
     """`DogeRMSNorm.forward` as one operator of torch.
 
-    On a GPU that is one kernel, which remembers its input and a number for each row. The class
-    takes eight, which write and remember several tensors in float32.
+    On a GPU that is one kernel, which saves its input and a number for each row for the backward.
+    The class takes eight kernels, which write and save several tensors in float32.
     """
     weight: Tensor = norm.weight
     is_known = hidden_states.dtype == weight.dtype and weight.dtype in _NORM_DTYPES
@@ -290,11 +292,11 @@ def _norm_forward(norm: DogeRMSNorm, config: Any, hidden_states: Tensor) -> Tens
         result: Tensor = type(norm).forward(norm, hidden_states)
         return result
     normed = F.rms_norm(hidden_states, weight.shape, weight, norm.variance_epsilon)
-    return normed.to(hidden_states.dtype)  # on a GPU autocast makes it float32
+    return normed.to(hidden_states.dtype)  # on a GPU the operator returns float32 under autocast
 
 
 def _seen_by(attention_mask: Tensor | None, layer: DogeAttention) -> SeenKeys:
-    """What a mask of four dimensions says; without one, rows are the last of causal ones."""
+    """Which keys rows see by a mask of four dimensions; without one, by causality alone."""
     if attention_mask is None:
         return SeenKeys()
     return of_mask(layer.keep_window_size, attention_mask)
@@ -326,17 +328,18 @@ def _scores(layer: DogeAttention, value: Tensor) -> Tensor:
 def _compute_wide(projection: nn.Module) -> None:
     """Let the linear layer within `dt_proj` take inputs that are wider than its weights.
 
-    Its output rounded to bfloat16 would be full of ties, and ties decide which keys are kept. It is
-    still called as a module, so that hooks run and adapters around it are used.
+    If its output were rounded to bfloat16, many scores would be equal, and ties would decide which
+    keys are kept. It is still called as a module, so that hooks run and adapters around it are
+    used.
     """
     linear = _innermost(projection)
-    if type(linear) is nn.Linear:  # what stands in for one, quantized, computes as it can
+    if type(linear) is nn.Linear:  # a quantized replacement is left as it is
         _set_forward(linear, functools.partial(_wide_linear_forward, linear))
         linear.__dict__[_IS_WIDE] = True
 
 
 def _innermost(projection: nn.Module) -> nn.Module:
-    """The layer that adapters are wrapped around."""
+    """The layer inside any adapters that are wrapped around it."""
     while isinstance(inner := getattr(projection, "base_layer", None), nn.Module):
         projection = inner
     return projection
@@ -362,7 +365,7 @@ def _wide_linear_forward(linear: nn.Linear, input: Tensor) -> Tensor:
 
 
 def _set_generate(owner: PreTrainedModel, use_dynamic_mask_cache: bool) -> None:
-    """Let `generate` make a DogeCache by default, or no longer."""
+    """Let `generate` create a DogeCache by default, or undo that."""
     given = owner.__dict__.get("generate")
     is_ours = isinstance(given, functools.partial) and given.func is _generate
     if use_dynamic_mask_cache and not is_ours:
@@ -372,9 +375,9 @@ def _set_generate(owner: PreTrainedModel, use_dynamic_mask_cache: bool) -> None:
 
 
 def _masks_for_generate(model: Any, **inputs: Any) -> Any:
-    """The mask that `generate` makes itself, outside of a forward that it compiles.
+    """The mask that `generate` makes itself, outside of the forward, when it compiles that.
 
-    For a DogeCache bool (B, 1, 1, new tokens), which does not grow with the text.
+    For a DogeCache a bool (B, 1, 1, new tokens), whose size does not grow with the text.
     """
     cache, mask = inputs["past_key_values"], inputs["attention_mask"]
     if isinstance(cache, DogeCache) and model.config._attn_implementation == NAME:
@@ -385,23 +388,23 @@ def _masks_for_generate(model: Any, **inputs: Any) -> Any:
 
 
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """`model.generate` with a DogeCache, where it would make a DynamicCache otherwise."""
+    """`model.generate` with a DogeCache, if it would otherwise create a DynamicCache."""
     named = inspect.signature(type(model).generate).bind_partial(model, *args, **kwargs).arguments
     named = named | kwargs
-    # Where a generation_config says nothing, that of the model counts.
+    # Settings that are None in a given generation_config are taken from that of the model.
     configs = (named.get("generation_config"), model.generation_config)
 
     def setting(name: str) -> Any:
         found = (named.get(name), *(getattr(config, name, None) for config in configs))
         return next((value for value in found if value is not None), None)
 
-    # Assisted generation takes tokens back.
+    # Assisted generation removes tokens again, which a DogeCache cannot do.
     assistance = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
     is_plain = (
         model.config._attn_implementation == NAME
         and kwargs.get("past_key_values") is None
         and setting("use_cache") is not False
-        and setting("cache_implementation") is None  # a cache by name: no other may be given
+        and setting("cache_implementation") is None  # with a named cache, none may be passed
         and not setting("is_assistant")
         and all(setting(name) is None for name in assistance)
     )

@@ -13,26 +13,27 @@ from dmattn.validation import check_bool, check_int, check_tensor
 
 
 class DogeCache(Cache):  # type: ignore[misc]  # has no types
-    """A cache for a model that `enable_doge` has enabled, of the same size for every context.
+    """A cache for models on which `enable_doge` was called; its size does not grow with the text.
 
     It holds, for each layer and key/value head, the `keep_window_size` keys that the next token may
-    attend to, with their scores. A key that has left never returns, so the model gives what it
-    gives with a cache of all keys. Pass it as `past_key_values` to the model or to `generate`,
+    attend to, with their scores. A key that has left never returns, so the model gives the same
+    results as with a cache of all keys. Pass it as `past_key_values` to the model or to `generate`,
     under torch.no_grad(). It takes prompts at once or in chunks, padded on either side, further
-    turns of a dialogue, and the batch operations of generation, beams among them. It cannot be
-    cropped, so assisted generation refuses it.
+    turns of a dialogue, and the batch operations of generation, such as those of beam search. It
+    cannot be cropped, so assisted generation refuses it.
 
     Args:
         config: of the model.
         compileable: let `generate` compile the steps that take one token, as it does for a
             StaticCache: on a GPU they are then replayed from a CUDA graph. The first such step
-            takes as long as torch.compile takes. With mode="reduce-overhead", a model that is
-            compiled by hand needs it, too.
+            takes the time of torch.compile. It is also needed for a model that is compiled by hand
+            with mode="reduce-overhead".
 
     Raises:
-        TypeError: config is not one of a Doge model, or compileable no bool.
-        ValueError: the model has a sliding window, in which the best keys are not the best of a
-            growing context, or keeps no keys at all (keep_window_size below 1).
+        TypeError: config is not that of a Doge model, compileable is no bool, or keep_window_size
+            no int.
+        ValueError: the model has a sliding window, in which the keys that have left may be needed
+            again, or keeps no keys at all (keep_window_size below 1).
     """
 
     def __init__(self, config: Any, compileable: bool = False) -> None:
@@ -59,7 +60,7 @@ class DogeCacheLayer(CacheLayerMixin):  # type: ignore[misc]  # has no types
 
     Attributes:
         kept: the `DynamicMaskCache` that holds them; None before the first tokens.
-        is_compileable: whether `generate` compiles the steps.
+        is_compileable: whether `generate` compiles the steps that take one token.
     """
 
     is_croppable = False
@@ -70,8 +71,8 @@ class DogeCacheLayer(CacheLayerMixin):  # type: ignore[misc]  # has no types
         self.window_size = window_size
         self.is_compileable = compileable
         self.kept: DynamicMaskCache | None = None
-        # Tokens put in. Compiled steps count theirs on the device: a number of the host's would be
-        # another one in each step, and so ask for another CUDA graph.
+        # The number of tokens put in. Compiled steps count theirs on the device: a number on the
+        # host would change in each step, and so lead to another CUDA graph.
         self._seq_length = 0
         self._compiled_tokens: Tensor | None = None  # int64 scalar, made along with `kept`
         self._has_compiled_tokens = False
@@ -85,7 +86,7 @@ class DogeCacheLayer(CacheLayerMixin):  # type: ignore[misc]  # has no types
         scale: float,
         real: Tensor | None,
     ) -> Tensor:
-        """Attention of the next tokens of each sequence, which are put in.
+        """Put the next tokens of each sequence in, and compute their attention.
 
         Letters: B batch, T new tokens, H query heads, HK key/value heads, D head dimension.
 
@@ -97,10 +98,10 @@ class DogeCacheLayer(CacheLayerMixin):  # type: ignore[misc]  # has no types
             real: bool (B, T), False for padding, which is not put in; None where all are real.
 
         Returns:
-            (B, T, H, D). That of padding is finite and means nothing.
+            (B, T, H, D). Rows of padding are finite and meaningless.
 
         Raises:
-            TypeError, ValueError: the tensors do not fit what the cache holds, which is unchanged.
+            TypeError, ValueError: the tensors do not fit the cache, which is then unchanged.
             RuntimeError: a gradient would be needed.
         """
         kept = self._kept_for(key)
@@ -114,9 +115,9 @@ class DogeCacheLayer(CacheLayerMixin):  # type: ignore[misc]  # has no types
         return out
 
     def get_seq_length(self) -> int | Tensor:
-        """How many tokens were put in, padding included: not how many keys are held.
+        """The number of tokens that were put in, padding included; not the number of keys held.
 
-        While torch compiles, a scalar tensor. Behind compiled steps the host has to wait for it.
+        While torch compiles it is a scalar tensor. After compiled steps the host waits for it.
         """
         if self._compiled_tokens is None:
             return self._seq_length
@@ -133,17 +134,17 @@ class DogeCacheLayer(CacheLayerMixin):  # type: ignore[misc]  # has no types
         return -1
 
     def get_mask_sizes(self, query_length: int) -> NoReturn:
-        """Refused: what rows of an enabled model see is no mask over the keys held."""
+        """Raises RuntimeError: an enabled model does not describe by a mask what its rows see."""
         raise _not_enabled()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> NoReturn:
-        """Refused: a layer that is not enabled would take the kept keys for all keys."""
+        """Raises RuntimeError: a layer that is not enabled would take these keys for all keys."""
         raise _not_enabled()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make room for keys of this dtype and device, (B, HK, any number, D)."""
+        """Allocate the cache for keys and values like these, (B, HK, any number, D)."""
         batch, heads, _, head_dim = key_states.shape
         dtype = value_states.dtype
         self.kept = DynamicMaskCache(
@@ -154,49 +155,49 @@ class DogeCacheLayer(CacheLayerMixin):  # type: ignore[misc]  # has no types
             dtype,
             key_states.device,
             score_dtype=torch.promote_types(dtype, torch.float32),
-            spare_rows=0,  # transformers has no drafts that it does not put in
+            spare_rows=0,  # transformers has no use for `DynamicMaskCache.peek`
         )
         self._compiled_tokens = torch.zeros((), dtype=torch.int64, device=key_states.device)
         self._keep_in_place()
         self.is_initialized = True
 
     def reset(self) -> None:
-        """Forget everything; the next tokens may be of another batch, dtype or device."""
+        """Empty the cache; the next tokens may be of another batch, dtype or device."""
         self.kept, self.is_initialized, self._seq_length = None, False, 0
         self._compiled_tokens, self._has_compiled_tokens = None, False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Make entry i of the batch a copy of what entry beam_idx[i] was."""
+        """Replace entry i of the batch by a copy of the former entry beam_idx[i]; ints (B,)."""
         if self.kept is not None:
             beam_idx = check_tensor("beam_idx", beam_idx)
             self.kept.reorder(beam_idx.to(self.kept.k.device))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these entries of the batch, in this order."""
+        """Keep these entries of the batch, ints (N,), in this order."""
         if self.kept is not None:
             indices = check_tensor("indices", indices)
             self.kept.batch_select_indices(indices.to(self.kept.k.device))
             self._keep_in_place()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Make `repeats` neighbouring copies of each entry of the batch."""
+        """Repeat each entry of the batch `repeats` times, copies side by side."""
         if self.kept is not None:
             self.kept.batch_repeat_interleave(repeats)
             self._keep_in_place()
 
     def crop(self, tokens_to_remove: int) -> NoReturn:
-        """Refused: the keys that the removed tokens pushed out are gone."""
+        """Raises RuntimeError: the keys that the removed tokens evicted are gone."""
         raise _not_croppable()
 
     def activate_past_recording(self) -> NoReturn:
-        """Refused: it announces a crop."""
+        """Raises RuntimeError: it prepares for a crop."""
         raise _not_croppable()
 
     def offload(self) -> None:
-        """Stay where it is: of a size that does not grow."""
+        """Does nothing: the cache stays on its device, as its size does not grow."""
 
     def prefetch(self) -> None:
-        """Stay where it is."""
+        """Does nothing: the cache was not moved."""
 
     def _kept_for(self, key: Tensor) -> DynamicMaskCache:
         if self.kept is None:
@@ -209,8 +210,8 @@ class DogeCacheLayer(CacheLayerMixin):  # type: ignore[misc]  # has no types
                 "as many; batch_select_indices and batch_repeat_interleave change their number, "
                 "and reset() forgets them"
             )
-        # A tensor made under torch.inference_mode() cannot be changed outside of it; `kept` has
-        # none. torch.compile cannot ask for that.
+        # A tensor made under torch.inference_mode() cannot be changed outside of it. `kept` has no
+        # such tensors, but the counter may be one. torch.compile cannot trace the test for it.
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return self.kept
         assert self._compiled_tokens is not None
@@ -220,8 +221,11 @@ class DogeCacheLayer(CacheLayerMixin):  # type: ignore[misc]  # has no types
         return self.kept
 
     def _keep_in_place(self) -> None:
-        """Tell torch.compile that the tensors stay where they are and change there: only then it
-        makes a CUDA graph of a step. Without a guard, so that others are only recorded anew."""
+        """Tell torch.compile that the tensors keep their addresses and are changed in place.
+
+        Only then does it make a CUDA graph of a step. Without a guard, so that new tensors only
+        lead to another recording.
+        """
         if not self.is_compileable or torch.compiler.is_compiling():
             return
         kept = self.kept

@@ -1,9 +1,10 @@
 """Which keys the rows of a Doge forward may choose from, and attention to the best of these.
 
-What rows may see is the same in every layer: padding, packed documents, a sliding window, the
-unused end of a static cache. It is worked out once per forward, as a `SeenKeys` of O(Sk) numbers.
-Which of these keys a row keeps depends on the scores of the layer. Letters: B batch, Sq/Sk
-query/key length, H query heads, HK key/value heads, D head dimension.
+The keys that rows may see are the same in every layer: they depend on padding, packed documents, a
+sliding window, and the unused end of a static cache. They are worked out once per forward, as a
+`SeenKeys`, in most cases of O(Sk) numbers. Which of these keys a row keeps depends on the scores of
+the layer. Letters: B batch, Sq/Sk query/key length, H query heads, HK key/value heads, D head
+dimension.
 """
 
 from typing import Any, NamedTuple
@@ -28,19 +29,27 @@ from dmattn.selection import check_boundary_tensor
 
 
 class SeenKeys(NamedTuple):
-    """What the rows of one forward may choose from; `attend` reads it in this order.
+    """The keys from which the rows of one forward may choose, for `attend`.
+
+    `attend` applies `order` or `key_len` first. After that `mask`, if it is given, describes the
+    keys; otherwise `cu_seqlens` and `selection` do; otherwise `key_mask` and `is_causal`.
 
     Attributes:
-        mask: bool (B|1, heads|1, Sq|1, at least Sk), all there is to know, causality included.
-        order: int64 (Sk,): take the keys in this order first. It puts those of a static cache that
-            hold tokens at the end, where causal rows expect them.
-        key_len: take only this many keys, where a static cache holds tokens; None for all.
-        cu_seqlens: int32 (documents + 1,): documents in the sequences of the batch laid one behind
-            the other. It may rise to the number of tokens early, with empty documents to follow.
-        max_seqlen: the length of the longest document, where the host knows it.
-        selection: of a sliding window that is no longer than the keys that a row keeps.
-        key_mask: bool (B|1, 1, 1, Sk), False for padding.
-        is_causal: whether rows see keys up to their own position, the last row at the last key.
+        mask: bool (B|1, heads|1, Sq|1, at least Sk), a mask that describes everything, including
+            causality; or None.
+        order: int64 (Sk,), an order in which the keys are taken first, or None. It moves the keys
+            of a static cache that hold tokens to the end, where causal rows expect them.
+        key_len: the number of leading keys, those of a static cache that hold tokens, to which all
+            is limited; None for all keys.
+        cu_seqlens: int32 (documents + 1,), boundaries of documents in the sequences of the batch
+            laid one after the other, or None. It may reach the number of tokens before its end;
+            then the last documents are empty.
+        max_seqlen: the length of the longest document, or None if the host does not know it.
+        selection: that of a sliding window which is no longer than the number of keys that a row
+            keeps, so that all keys in the window are kept; or None.
+        key_mask: bool (B|1, 1, 1, Sk), False for padding; or None.
+        is_causal: whether rows see only keys up to their own position, the last row at the last
+            key.
     """
 
     mask: Tensor | None = None
@@ -54,15 +63,15 @@ class SeenKeys(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """One forward, in numbers."""
+    """The sizes and settings of one forward."""
 
     batch: int
     query_len: int
-    key_len: int  # of what the layers will get from the cache
-    total: int | Tensor  # how many of these keys hold tokens, those of this forward included
+    key_len: int  # the number of keys that the layers will get from the cache
+    total: int | Tensor  # how many of these keys hold tokens, including those of this forward
     device: torch.device
-    keep: int  # keys that each row keeps
-    window: int | None  # of sliding attention
+    keep: int  # the number of keys that each row keeps
+    window: int | None  # the size of the sliding window
 
 
 def seen_keys(
@@ -82,17 +91,19 @@ def seen_keys(
         hidden_shape: (B, Sq).
         device: of the inputs.
         attention_mask: None, (B, tokens in the cache + Sq) with 0 or False at padding, or a mask of
-            four dimensions, which then says everything.
-        position_ids: (B|1, Sq). Where they do not rise by one a new document starts, if there is
-            neither an attention_mask nor a cache.
-        cache: before this forward, or None.
+            four dimensions, which then describes everything.
+        position_ids: (B|1, Sq), or None. Without an attention_mask and a cache, a new document
+            starts wherever they do not rise by one.
+        cache: the cache in its state before this forward, or None.
         is_causal: False for a model that is used as an encoder.
-        boundaries: integer (documents + 1,) of a batch of 1 without a cache, rising from 0 to Sq,
-            or None; they count before position_ids, and behind an attention_mask.
+        boundaries: integer (documents + 1,), boundaries of documents, rising from 0 to Sq, for a
+            batch of 1 without a cache; or None. They take precedence over position_ids, and
+            attention_mask over both.
 
     Raises:
         TypeError: attention_mask is no tensor, or has four dimensions and integers.
-        ValueError: it has another shape, or the cache another batch.
+        ValueError: attention_mask has another shape, the cache another batch, or boundaries are
+            given for a batch larger than 1.
     """
     batch, query_len = hidden_shape
     if attention_mask is not None and not isinstance(attention_mask, Tensor):
@@ -106,7 +117,7 @@ def seen_keys(
         _check_batch(cache, batch)
         offset = cache.get_query_offset()
         key_len, first_key = cache.get_mask_sizes(query_len, 0)
-    # A compiler knows what an IntervalMask describes, but not its shape.
+    # Under torch.compile the description of an IntervalMask can be read, but not its shape.
     if isinstance(attention_mask, IntervalMask) and torch.compiler.is_compiling():
         return of_mask(config.keep_window_size, attention_mask)
     if attention_mask is not None and attention_mask.dim() == 4:
@@ -135,7 +146,7 @@ def seen_keys(
 
 
 def _numbers(boundaries: Any, batch: int, query_len: int, device: torch.device) -> Tensor:
-    """(1, Sq): the document of each token."""
+    """int64 (1, Sq): the index of the document of each token, from boundaries of documents."""
     if batch != 1:
         raise ValueError(f"cu_seq_lens_q: got boundaries beside a batch of {batch}, wanted 1")
     ends = check_boundary_tensor(boundaries, "cu_seq_lens_q")[1:].to(device)
@@ -144,7 +155,11 @@ def _numbers(boundaries: Any, batch: int, query_len: int, device: torch.device) 
 
 
 def of_mask(keep: int, mask: Tensor) -> SeenKeys:
-    """What a mask of four dimensions says, for rows that keep `keep` keys each."""
+    """The `SeenKeys` of a mask of four dimensions, for rows that keep `keep` keys each.
+
+    Raises:
+        TypeError: the mask is neither bool nor floating.
+    """
     if isinstance(mask, IntervalMask):
         batch, _, query_len, key_len = mask.shape
         visible = mask.visible
@@ -162,7 +177,7 @@ def of_mask(keep: int, mask: Tensor) -> SeenKeys:
             f"attention_mask: got dtype {mask.dtype} in four dimensions, wanted torch.bool (True = "
             "attend), or a floating mask to be added"
         )
-    # Masks that are added have 0 where rows see a key; Doge knows no other bias.
+    # Masks that are added have 0 where rows see a key; Doge has no other bias.
     return SeenKeys(mask=mask if mask.dtype == torch.bool else mask == 0, is_causal=False)
 
 
@@ -175,7 +190,7 @@ def attend(
     scale: float,
     seen: SeenKeys,
 ) -> Tensor:
-    """Attention of each row to the `keep` keys of the highest scores among those that it may see.
+    """Attention of each row to the `keep` keys with the highest scores among those that it may see.
 
     Of equal scores the later key is kept. The score is added to the logits.
 
@@ -184,7 +199,7 @@ def attend(
         key, value: (B, Sk, HK, D), as the cache returns them.
         score: (B, HK, Sk).
         keep: the window size.
-        scale: of the logits.
+        scale: factor of the dot products.
         seen: from `seen_keys`.
 
     Returns:
@@ -228,7 +243,7 @@ def _attend_to_selected(
     scale: float,
     seen: SeenKeys,
 ) -> Tensor:
-    """`attend`, where documents or a sliding window say what rows see."""
+    """`attend` for rows whose keys are limited by documents or a short sliding window."""
     if seen.cu_seqlens is None:
         return flash_dmattn_func(
             query,
@@ -273,7 +288,7 @@ def _attend_to_selected(
 
 
 def _check_batch(cache: Cache, batch: int) -> None:
-    """Raise for a cache of another batch, before one of its layers counts the tokens in."""
+    """Raise ValueError for a cache of another batch, before one of its layers is changed."""
     for layer in getattr(cache, "layers", ())[:1]:
         held = getattr(layer, "keys", None)
         if isinstance(held, Tensor) and held.dim() == 4 and held.shape[0] != batch:
@@ -284,7 +299,7 @@ def _check_batch(cache: Cache, batch: int) -> None:
 
 
 def _check_mask(mask: Tensor, config: Any, batch: int, query_len: int, key_len: int) -> None:
-    """Raise for a mask of four dimensions that does not fit, before the cache takes the tokens."""
+    """Raise ValueError for a 4-D mask of a wrong shape, before the cache takes the tokens."""
     heads = {1, config.num_key_value_heads, config.num_attention_heads}
     n, mask_heads, rows, keys = mask.shape
     fits = n in (1, batch) and mask_heads in heads and rows in (1, query_len)
@@ -298,9 +313,12 @@ def _check_mask(mask: Tensor, config: Any, batch: int, query_len: int, key_len: 
 def _padding(
     mask: Tensor, batch: int, query_len: int, offset: int | Tensor, may_go_on: bool
 ) -> Tensor:
-    """A mask of two dimensions as bool, if it speaks of all tokens.
+    """A mask of two dimensions as bool, if it has an entry for each token so far.
 
-    may_go_on: whether it may speak of more, such as those that a cache has room for.
+    may_go_on: whether it may have more entries, such as for all tokens that a cache has room for.
+
+    Raises:
+        ValueError: the mask has another shape.
     """
     needed = query_len if isinstance(offset, Tensor) else offset + query_len
     fits = mask.dim() == 2 and mask.shape[0] == batch
@@ -313,7 +331,11 @@ def _padding(
 
 
 def _seen(call: _Call, padding: Tensor | None, documents: Tensor | None) -> SeenKeys:
-    """Causal rows; padding is bool (B, key_len), documents (B, Sq) numbers of documents."""
+    """The `SeenKeys` of causal rows.
+
+    padding: bool (B, key_len), or None. documents: (B, Sq), the number of the document of each
+    token, or None.
+    """
     if call.query_len == 1:
         return _one_row(call, padding)
     if documents is not None:
@@ -343,7 +365,7 @@ def _seen(call: _Call, padding: Tensor | None, documents: Tensor | None) -> Seen
 
 
 def _one_row(call: _Call, padding: Tensor | None) -> SeenKeys:
-    """A single row per sequence, for which a mask per key says everything."""
+    """The `SeenKeys` of a single row per sequence, for which a mask per key is enough."""
     if isinstance(call.total, int):
         key_len = call.total
         first = 0 if call.window is None else max(0, key_len - call.window)
@@ -365,9 +387,10 @@ def _one_row(call: _Call, padding: Tensor | None) -> SeenKeys:
 
 
 def _packed(call: _Call, documents: Tensor) -> SeenKeys:
-    """Rows see their own document; a new one starts where the number differs from the one before.
+    """The `SeenKeys` of rows that see their own document only.
 
-    The sequences of the batch are laid one behind the other: their documents differ.
+    A new document starts where the number in `documents` (B, Sq) differs from the one before. The
+    sequences of the batch are laid one after the other; each starts with a new document.
     """
     starts = torch.ones_like(documents, dtype=torch.bool)
     starts[:, 1:] = documents.diff(dim=1) != 0
@@ -375,7 +398,8 @@ def _packed(call: _Call, documents: Tensor) -> SeenKeys:
     tokens = is_start.shape[0]
     token = torch.arange(tokens, device=call.device)
     if is_tracing(is_start):
-        # How many there are is not known: room for as many as tokens, the last ones empty.
+        # The number of documents is not known: boundaries for as many documents as tokens, of which
+        # the last ones are empty.
         place = torch.where(is_start, is_start.cumsum(0) - 1, tokens)
         first = torch.where(is_start, token, tokens)
         cu_seqlens = token.new_full((tokens + 1,), tokens).scatter(0, place, first)
@@ -398,7 +422,7 @@ def _packed(call: _Call, documents: Tensor) -> SeenKeys:
 
 
 def _both_ways(call: _Call, padding: Tensor | None) -> SeenKeys:
-    """Rows that see later keys as well, as many as earlier ones where a window limits them."""
+    """The `SeenKeys` of rows that see keys in both directions, up to `window` away if given."""
     key = torch.arange(call.key_len, device=call.device)
     row = torch.arange(call.query_len, device=call.device) + call.total - call.query_len
     mask = (key < call.total)[None, None, None]
@@ -417,5 +441,8 @@ def _in_window(query_len: int, key_len: int, window: int, device: torch.device) 
 
 
 def _unless_full(padding: Tensor) -> Tensor | None:
-    """None where nothing is padding. The host reads one number, as for transformers' sdpa."""
+    """The padding mask, or None if nothing is padding.
+
+    The host reads one number for that, as transformers' own sdpa masks do; not while tracing.
+    """
     return padding if is_tracing(padding) or not bool(padding.all()) else None

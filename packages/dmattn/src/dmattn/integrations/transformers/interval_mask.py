@@ -1,8 +1,8 @@
 """A mask for the rows of one call that is described rather than stored.
 
-transformers makes a mask once per forward and hands it to every layer, through code that expects a
+transformers makes a mask once per forward and passes it to every layer, through code that expects a
 tensor (B, 1, Sq, Sk). `IntervalMask` is such a tensor without storage. The attention function of
-this package reads its description, a `VisibleKeys`; anything else that touches it gets the dense
+this package reads its description, a `VisibleKeys`; every other operation on it gets the dense
 mask.
 """
 
@@ -19,11 +19,11 @@ from dmattn.validation import check_longest
 
 
 class Documents(NamedTuple):
-    """Documents of a batch whose sequences are laid one behind the other.
+    """The documents of a batch whose sequences are laid one after the other.
 
     Attributes:
         cu_seqlens: int32 (documents + 1,), rising from 0 to B * Sk.
-        max_seqlen: the length of the longest.
+        max_seqlen: the length of the longest document.
     """
 
     cu_seqlens: Tensor
@@ -31,35 +31,37 @@ class Documents(NamedTuple):
 
 
 class VisibleKeys:
-    """Which keys the rows of a causal call see: a description of O(Sk), shared by all layers.
+    """Which keys the rows of a causal call see: a description of O(Sk) numbers for all layers.
 
-    Row i stands at position i + key_len - query_len among the first `key_len` keys; what lies
-    behind them is the unused end of a static cache. It sees key j <= its position that
+    Row i stands at position i + key_len - query_len among the first `key_len` keys; keys behind
+    those are the unused end of a static cache. It sees the keys j up to its position that satisfy
+    all of the limits that are given:
 
-    * `padding` allows,
-    * is among the last `window` positions up to its own,
-    * lies in its own chunk: (j + first_key - left_padding) // chunk is the same number,
-    * lies in its own document.
+    * `padding` is True,
+    * the key is among the last `window` positions up to that of the row,
+    * (position - left_padding) // chunk is the same for key and row, where the position of key j is
+      j + first_key,
+    * key and row belong to the same document.
 
     Args:
         batch_size: B.
         query_len: Sq.
         key_len: how many of the keys lie within the sequence, at least Sq.
-        padding: bool (B, key_len), False for padding; None for none.
-        window: None where it is no limit.
-        chunk: None where it is no limit.
-        left_padding: integer (B,), beside chunk.
-        document_ids: integer (B, key_len), rising from 0 along each sequence, by at most 1 a key;
-            only with query_len = key_len and without chunk.
-        documents: in place of document_ids, without padding either.
-        first_key: position of the first key, as chunks count.
+        padding: bool (B, key_len), False for padding; None for no padding.
+        window: None for no limit.
+        chunk: the size of a chunk; None for no limit.
+        left_padding: integer (B,), only with chunk.
+        document_ids: integer (B, key_len), rising from 0 along each sequence, by at most 1 from one
+            key to the next; only with query_len = key_len and without chunk.
+        documents: instead of document_ids; only without padding.
+        first_key: position of the first key, for chunks.
         device: of the tensors.
 
     Attributes:
-        texts: each sequence as three documents, its text, what is before and what is behind, in
-            which rows of padding, which mean nothing, see other padding. None unless `find_texts`
-            was called; without padding, where a text has padding within, and where there are more
-            keys than rows.
+        texts: the batch as documents, three for each sequence: the padding before its text, the
+            text, and the padding after it. Rows of padding, whose results are meaningless, then see
+            other padding. None before `find_texts` is called, and if there is no padding, if a text
+            has padding inside, or if there are more keys than rows.
     """
 
     def __init__(
@@ -81,8 +83,8 @@ class VisibleKeys:
         self.padding, self.window, self.document_ids = padding, window, document_ids
         self.chunk, self.left_padding, self.first_key = chunk, left_padding, first_key
         self.device = torch.device(device)
-        # Made when first asked for. (Not by functools.cached_property: torch.compile cannot trace
-        # its lock, and a prompt's mask may have been made outside of a compiled forward.)
+        # These are made when first asked for. (Not by functools.cached_property: torch.compile
+        # cannot trace its lock, and a prompt's mask may be made outside of a compiled forward.)
         self._copies: dict[torch.device, VisibleKeys] = {}
         self._within: tuple[Any, VisibleKeys] | None = None
         self._documents = documents
@@ -91,12 +93,12 @@ class VisibleKeys:
 
     @property
     def is_plain(self) -> bool:
-        """Whether causality is all there is."""
+        """Whether there is no limit other than causality."""
         return self.padding is None and not self.needs_selection
 
     @property
     def needs_selection(self) -> bool:
-        """Whether a mask per key beside causality cannot say it."""
+        """Whether causality and a mask per key are not enough to describe what rows see."""
         limits = (self.window, self.chunk, self.document_ids, self._documents)
         return any(limit is not None for limit in limits)
 
@@ -107,35 +109,38 @@ class VisibleKeys:
 
     @property
     def documents(self) -> Documents | None:
-        """Where documents lie; None without any. The host waits for their number and lengths."""
+        """The documents; None without any. At the first call the host waits for the device."""
         if self._documents is None and self.document_ids is not None:
             self._documents = _find_documents(self.document_ids)
         return self._documents
 
     def find_texts(self) -> None:
-        """Set `texts`, for which the host waits for the device.
+        """Set `texts`; the host waits for the device.
 
-        Not where it is asked for: that may be while a CUDA graph is captured, or torch compiles.
+        That is not done when `texts` is read, since then a CUDA graph may be captured, or torch may
+        be compiling.
         """
         if self.padding is not None and self.query_len == self.key_len:
             self.texts = _find_texts(self.padding)
 
     @property
     def selection(self) -> KeySelection | None:
-        """All of it as key lists; None where `key_mask` and causality say it."""
+        """The description as key lists; None if `key_mask` and causality are enough."""
         if self._selection is None and self.needs_selection:
             self._selection = self._select()
         return self._selection
 
     def within(self, cu_seq_lens: Any, max_length: Any) -> "VisibleKeys":
-        """The same window for rows that see their own document alone; asked again, the same object.
+        """The description with the same window, but for rows that only see their own document.
+
+        For the same boundaries the same object is returned again.
 
         Args:
             cu_seq_lens: integer (documents + 1,), rising from 0 to key_len.
-            max_length: of the longest document; None to look.
+            max_length: the length of the longest document; None to read it from the boundaries.
 
         Raises:
-            TypeError, ValueError: they are none of that.
+            TypeError, ValueError: an argument is wrong.
         """
         if self._within is None or self._within[0] is not cu_seq_lens:
             bounds = check_boundary_tensor(cu_seq_lens, "cu_seq_lens_q")
@@ -159,7 +164,7 @@ class VisibleKeys:
                 cu_seqlens, self.window, key_len=self.key_len, max_seqlen=max_seqlen
             )
         if self.document_ids is not None:
-            # A window bounds the lists; otherwise the longest document does.
+            # A window limits the length of lists; without one the longest document does.
             longest = None
             if self.window is None and self.documents is not None:
                 longest = self.documents.max_seqlen
@@ -190,7 +195,7 @@ class VisibleKeys:
         return KeySelection.from_intervals(end[:, None], self.query_len, reach=reach)
 
     def to(self, device: torch.device) -> "VisibleKeys":
-        """The same on another device; asked again, the same object."""
+        """The same description on another device; for each device one object is made."""
         if device == self.device:
             return self
         if device not in self._copies:
@@ -222,7 +227,7 @@ class VisibleKeys:
 
 def _find_documents(document_ids: Tensor) -> Documents:
     batch_size, seqlen = document_ids.shape
-    # Documents end with their sequence: the last of one and the first of the next differ.
+    # Made different between sequences, so that documents end with their sequence.
     row = torch.arange(batch_size, device=document_ids.device)[:, None]
     ids = document_ids + row * (seqlen + 1)
     lengths = torch.unique_consecutive(ids, return_counts=True)[1]
@@ -244,14 +249,14 @@ def _find_texts(padding: Tensor) -> Documents | None:
 
 
 class IntervalMask(Tensor):
-    """A bool tensor (B, 1, Sq, Sk), True = attend, that is a description until it is touched.
+    """A bool tensor (B, 1, Sq, Sk), True = attend, that has a description instead of storage.
 
-    Views of the whole (`detach`) and moves to another device keep the description. Every other
-    operation sees the dense mask, made anew for it.
+    Views of the whole tensor (`detach`) and copies to another device keep the description. For
+    every other operation the dense mask is made, and made again for the next one.
 
     Attributes:
         visible: the description.
-        make_dense: makes the dense mask, bool (B, 1, Sq, Sk).
+        make_dense: a function that makes the dense mask, bool (B, 1, Sq, Sk).
     """
 
     visible: VisibleKeys
@@ -290,11 +295,11 @@ class IntervalMask(Tensor):
         _refuse_change(func, args, kwargs)
         args, kwargs = tree_map_only(cls, cls.to_dense_mask, (args, kwargs))
         if func in _VIEWS_BY_STRIDES:
-            args = (args[0].contiguous(), *args[1:])  # as it says that it is
+            args = (args[0].contiguous(), *args[1:])  # as an IntervalMask claims to be
         return func(*args, **kwargs)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        raise _no_storage("an assignment")  # it would go to a dense copy, and be lost
+        raise _no_storage("an assignment")  # it would be made in a dense copy, and be lost
 
     def tolist(self) -> Any:
         return self.to_dense_mask().tolist()
@@ -303,7 +308,7 @@ class IntervalMask(Tensor):
         return self.to_dense_mask().numpy(force=force)
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.to_dense_mask().__dlpack__(*args, **kwargs)  # the reader takes an address
+        return self.to_dense_mask().__dlpack__(*args, **kwargs)  # which needs a memory address
 
     def share_memory_(self) -> "IntervalMask":
         raise _no_storage("share_memory_")
@@ -324,7 +329,8 @@ class IntervalMask(Tensor):
 
 
 _WHOLE = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
-# What makes views by strides. A mask says that it is contiguous, and the dense one may be expanded.
+# Operations that make views by strides. An IntervalMask claims to be contiguous, but the dense mask
+# may be expanded.
 _VIEWS_BY_STRIDES = (
     torch.ops.aten.view.default,
     torch.ops.aten.as_strided.default,

@@ -1,4 +1,4 @@
-"""The function that transformers calls once per forward to make the mask of all layers."""
+"""The mask function of "dmattn", which transformers calls once per forward for all layers."""
 
 import sys
 from collections.abc import Callable
@@ -17,12 +17,13 @@ from dmattn.integrations.transformers.patterns import MaskFunction, Pattern, rec
 
 logger = logging.get_logger(__name__)
 
-# Models do not say what their layers do with masks. Here are the model types of those that differ.
-# Layers whose is_causal is wrong: False below causal masks, True in an encoder of images.
+# Models do not declare what their layers do with masks. These are the model types that are known to
+# differ from the others.
+# Layers whose is_causal is wrong: False with causal masks, or True in an encoder of images.
 _WRONG_CAUSALITY = ("aimv2_text_model", "phi4_multimodal_vision", "videoprism_text_model")
-# Layers that get masks with a sliding window and do not tell the attention function of it.
+# Layers that get masks with a sliding window, but do not pass the window to the attention function.
 _SILENT_OF_WINDOWS = ("blt_local_encoder", "blt_patcher", "phimoe", "qwen2_moe")
-# Models that slice masks as tensors of four dimensions. (Gemma 4 if layers share their keys.)
+# Models that slice masks as tensors of four dimensions. (Gemma 4 only if layers share their keys.)
 _CUT_MASKS = ("gemma4_text", "gemma4_unified_text", "pix2struct_text_model")
 
 
@@ -43,31 +44,40 @@ def make_mask(
     dtype: torch.dtype = torch.float32,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask of a forward, in the least form that says it.
+    """The mask of a forward, in the smallest form that describes it.
 
     Args:
         batch_size, q_length, kv_length: B, Sq, Sk of the attention calls to come.
         q_offset: position of the first query; a tensor of one element for static caches.
         kv_offset: position of the first key.
-        mask_function: the pattern, as a function of indices.
-        attention_mask: bool (B, tokens seen so far), False for padding.
-        local_size: the size of a window or chunk.
-        allow_is_causal_skip: whether None may stand for a causal mask.
-        allow_is_bidirectional_skip: whether None may stand for no mask.
+        mask_function: the pattern, as a function of (batch, head, query, key) indices.
+        attention_mask: bool (B, tokens seen so far), False for padding; or None.
+        local_size: the size of a window or chunk, or None.
+        allow_is_causal_skip: whether None may be returned for a causal mask.
+        allow_is_bidirectional_skip: whether None may be returned if every row sees every key.
         use_vmap: whether mask_function takes single indices only.
         device: of the mask.
         config: of the model.
-        dtype: of what the model computes.
+        dtype: in which the model computes.
 
     Returns:
-        None: each row sees all keys up to its own position, the last row being at the last key; or
-        all keys, for a bidirectional pattern. An `IntervalMask` for other causal patterns that are
-        known. A bool (B, 1, Sq, Sk), alike for all rows and without storage of its own for each,
-        for a bidirectional pattern with padding; with storage for a single row and for patterns
-        that are not known. While torch compiles, the bool (B, Sk) of the padding where causality,
-        and the window that attention is told of, are all else there is. Never None for the few
-        models whose layers do not say whether they are causal. For models that were written for
-        eager attention alone, the mask of that, (B, 1, Sq, Sk) in `dtype`, to be added.
+        One of these forms:
+
+        * None: each row sees all keys up to its own position, with the last row at the last key;
+          or, for a bidirectional pattern, all keys. Never for the few models whose layers do not
+          say whether they are causal.
+        * An `IntervalMask`: for other causal patterns that are recognised.
+        * A bool view (B, 1, Sq, Sk), expanded over the rows: for a bidirectional pattern with
+          padding.
+        * A stored bool (B, 1, Sq, Sk): for a single row, for patterns that are not recognised, and
+          in all other cases.
+        * A bool (B, Sk), the padding: while torch compiles, if besides it there is only causality,
+          and perhaps a window that the attention function is told of.
+        * A mask (B, 1, Sq, Sk) in `dtype`, to be added to the logits: for models that were written
+          for eager attention alone.
+
+    Raises:
+        ValueError: attention_mask does not have two dimensions.
     """
     call: dict[str, Any] = {
         "batch_size": batch_size,
@@ -85,7 +95,8 @@ def make_mask(
         return added
     says_causality = _layers_say_causality(type(config))
     allow_is_bidirectional_skip &= says_causality
-    # Layers of Gemma then say is_causal = False, though PaliGemma asks for causal masks as well.
+    # With use_bidirectional_attention, Gemma's layers have is_causal = False, but PaliGemma also
+    # asks for causal masks.
     is_told = says_causality and not getattr(config, "use_bidirectional_attention", None)
     allow_is_causal_skip &= is_told
     padding = _padding(attention_mask, kv_length, kv_offset)
@@ -93,7 +104,7 @@ def make_mask(
         sdpa_mask, **call, allow_is_causal_skip=False, allow_is_bidirectional_skip=False
     )
     if is_tracing(attention_mask) or is_tracing(q_offset):
-        # Neither closures nor values can be looked at. What is certain is what may be skipped.
+        # Neither closures nor values can be inspected. Only the flags for skipping are reliable.
         if allow_is_bidirectional_skip and (local_size is None or kv_length < local_size):
             return _for_all_rows(padding, batch_size, q_length, kv_length)
         is_sure = allow_is_causal_skip and (local_size is None or _is_window(local_size, config))
@@ -111,7 +122,7 @@ def make_mask(
         return _for_all_rows(padding, batch_size, q_length, kv_length)
     if q_length == 1 and isinstance(q_offset, Tensor):
         return make_dense()  # a single row costs less than reading the tensor
-    # Reading it once lets every layer leave out the unused end of a static cache.
+    # q_offset is read once, so that no layer has to attend to the unused end of a static cache.
     key_len = int(q_offset) + q_length - kv_offset
     if not q_length <= key_len <= kv_length:
         return make_dense()
@@ -126,20 +137,21 @@ def make_mask(
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _knows_eager_alone(config_class: type) -> bool:
-    """Whether the models of a config support none of transformers' other attention functions.
+    """Whether the models of a config support no attention function but transformers' eager one.
 
-    They do with masks what is right for eager attention's masks only, which are added: some compute
-    all attention or a part of it by themselves (Bloom, BigBird-Pegasus), some append to the mask
-    (DeepSeek V4). transformers refuses "sdpa" for them, but not names that it does not know.
+    What they do with masks is only correct for the masks of eager attention, which are added to the
+    logits: some compute all or part of the attention themselves (Bloom, BigBird-Pegasus), some
+    append to the mask (DeepSeek V4). transformers refuses "sdpa" for such models, but not names of
+    registered attention functions.
     """
     return _support(config_class).eager_alone
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _layers_say_causality(config_class: type) -> bool:
-    """Whether `is_causal` of the layers can be trusted to say what a mask of None stands for.
+    """Whether a mask of None can be interpreted by the attribute `is_causal` of the layers.
 
-    The decoder layers of Pegasus-X, for one, say is_causal = False.
+    It cannot be, for example, for the decoder layers of Pegasus-X, which have is_causal = False.
     """
     return _support(config_class).says_causality
 
@@ -149,12 +161,12 @@ class _Support(NamedTuple):
     says_causality: bool
 
 
-# Not by functools.cache: masks may be asked for before the models that a config is for are there.
+# Not by functools.cache: a mask may be asked for before the models of a config are imported.
 _known_support: dict[type, _Support] = {}
 
 
 def _support(config_class: type) -> _Support:
-    """What the models of a config say of attention. Without models to ask: that all is well."""
+    """What the models of a config support; without any imported models, the usual answer."""
     if config_class not in _known_support:
         models = _models_of(config_class)
         if not models:
@@ -164,7 +176,7 @@ def _support(config_class: type) -> _Support:
 
 
 def _models_of(config_class: type) -> list[Any]:
-    """The models of a config, as far as they have been imported."""
+    """The model classes of a config, of those that have been imported."""
     name = config_class.__module__.replace("configuration_", "modeling_")
     models: list[Any] = [
         found
@@ -172,7 +184,7 @@ def _models_of(config_class: type) -> list[Any]:
         if isinstance(found, type) and issubclass(found, PreTrainedModel)
         if found.__module__ == name
     ]
-    # Those of this very config, where a file has others as well, of images for one.
+    # A file may contain models of other configs as well, for example of images.
     return [m for m in models if m.config_class is config_class] or models
 
 
@@ -200,7 +212,7 @@ def _visible_keys(
     first_key: int,
     device: torch.device | str,
 ) -> VisibleKeys:
-    """The description of a causal call, without limits that do not bind."""
+    """The description of a causal call, without limits that have no effect."""
     window, chunk = pattern.window, pattern.chunk
     if chunk is not None and first_key + key_len <= chunk:
         chunk = None
@@ -219,14 +231,21 @@ def _visible_keys(
 
 
 def _find_texts_for_softcap(visible: VisibleKeys, config: Any) -> None:
-    """Where layers have softcap, `attention_forward` has them attend within texts."""
+    """Let `visible` find the texts, if the layers have softcap.
+
+    `attention_forward` then has the layers attend within texts instead of with a padding mask.
+    """
     has_softcap = getattr(config, "attn_logit_softcapping", None) is not None
     if has_softcap and not visible.needs_selection:
         visible.find_texts()
 
 
 def _padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:
-    """The part of a padding mask that speaks of the keys of the call: bool (B, kv_length)."""
+    """The part of a padding mask for the keys of the call: bool (B, kv_length).
+
+    Raises:
+        ValueError: the mask does not have two dimensions.
+    """
     if attention_mask is None:
         return None
     if attention_mask.dim() != 2:
@@ -241,7 +260,10 @@ def _padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> T
 
 
 def _unless_full(padding: Tensor | None) -> Tensor | None:
-    """None where nothing is padding. The host reads one number, as for transformers' sdpa."""
+    """The padding mask, or None if nothing is padding.
+
+    The host reads one number for that, as transformers' own sdpa masks do.
+    """
     return None if padding is None or bool(padding.all()) else padding
 
 
@@ -255,12 +277,12 @@ def _for_all_rows(
 
 
 def _ends_together(q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int) -> bool:
-    """Whether the last query surely stands at the last key."""
+    """Whether the last query is known to stand at the last key."""
     return not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
 
 
 def _is_window(local_size: int, config: Any) -> bool:
-    """Whether a local size is surely that of a window, which layers tell attention of."""
+    """Whether a local size is known to be that of a window that layers pass to the attention."""
     if getattr(config, "model_type", None) in _SILENT_OF_WINDOWS:
         return False
     chunk = getattr(config, "attention_chunk_size", None)

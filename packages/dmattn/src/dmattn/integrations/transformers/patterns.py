@@ -1,8 +1,9 @@
-"""Recognising which pattern one of transformers' mask functions stands for.
+"""Recognising the attention pattern that one of transformers' mask functions describes.
 
-transformers hands a mask over as a Python function of (batch, head, query, key) indices: closures
-made by the factories of `transformers.masking_utils`. Which factory made a closure shows in its
-code object, and what it was made with in its cells. Functions from anywhere else stay unknown.
+transformers describes a mask by a Python function of (batch, head, query, key) indices, a closure
+made by one of the factories of `transformers.masking_utils`. The code object of a closure shows
+which factory made it, and its cells hold the arguments of the factory. Functions from anywhere else
+are not recognised.
 """
 
 from collections.abc import Callable
@@ -16,16 +17,18 @@ MaskFunction = Callable[..., Any]
 
 
 class Pattern(NamedTuple):
-    """What the rows of a call may see, besides padding.
+    """Which keys the rows of a call may see, apart from padding.
 
     Attributes:
-        is_causal: a row sees no key behind its own position. If False, every row sees every key,
+        is_causal: True: a row sees no key behind its own position. False: every row sees every key,
             and all other attributes are None.
         window: a row sees only the last `window` positions, its own included.
-        chunk: positions are cut into chunks of `chunk` and a row sees only its own.
-        left_padding: integer (B,), where the first chunk begins in each sequence; beside chunk.
-        document_ids: integer (B, S), a row sees only keys with its own number. The numbers rise
-            from 0 along each sequence, by at most 1 a position.
+        chunk: positions are cut into chunks of this size, and a row sees only its own chunk.
+        left_padding: integer (B,), the position at which the first chunk of each sequence begins;
+            given together with chunk.
+        document_ids: integer (B, S), a number for each position; a row sees only keys with the
+            number of its own position. Along each sequence the numbers rise from 0, by at most 1
+            from one position to the next.
     """
 
     is_causal: bool
@@ -40,11 +43,12 @@ def recognise(function: MaskFunction) -> Pattern | None:
     if function is hf.bidirectional_mask_function:
         return Pattern(is_causal=False)
     conditions = _conditions(function)
-    # A window or documents alone let rows see what comes after them.
+    # With a window or documents alone, rows also see keys behind them: such patterns are not
+    # recognised.
     if conditions is None or not conditions.get("is_causal"):
         return None
     if "chunk" in conditions and "document_ids" in conditions:
-        # As older releases say it: chunks count from the start of the sequence.
+        # As in older releases, chunks are counted from the start of the sequence, not of documents.
         ids = conditions["document_ids"]
         position = torch.arange(ids.shape[1], device=ids.device)
         conditions["document_ids"] = _cut(
@@ -54,7 +58,7 @@ def recognise(function: MaskFunction) -> Pattern | None:
 
 
 def _conditions(function: MaskFunction) -> dict[str, Any] | None:
-    """The attributes of a `Pattern` that a mask function asks for."""
+    """The attributes of the `Pattern` of a mask function, as far as it sets them; or None."""
     if function is hf.causal_mask_function:
         return {"is_causal": True}
     made_with = _cells(function)
@@ -79,10 +83,11 @@ def _conditions(function: MaskFunction) -> dict[str, Any] | None:
 
 
 def _in_documents(packed: MaskFunction, remapped: MaskFunction) -> dict[str, Any] | None:
-    """Packed documents: equal numbers, and a condition on positions counted within documents.
+    """The attributes for packed documents: the same document, and a condition within documents.
 
-    Positions rise by 1 within a document, so that causality and windows mean the same for them as
-    for the positions in the whole sequence. Chunks of documents are documents themselves.
+    The condition is on positions counted from the start of each document. These rise by 1 within a
+    document, so causality and windows mean the same as for positions in the whole sequence. Chunks
+    within documents are treated as documents.
     """
     inner = _conditions(_cells(remapped)["mask_function"])
     if inner is None or "document_ids" in inner:
@@ -95,7 +100,7 @@ def _in_documents(packed: MaskFunction, remapped: MaskFunction) -> dict[str, Any
 
 
 def _cut(ids: Tensor, position: Tensor, left_padding: Tensor, chunk: int) -> Tensor:
-    """(B, S): the numbers of documents when each one is cut where a chunk of positions begins."""
+    """(B, S): document ids after documents are cut wherever a chunk of positions begins."""
     starts = ((position - left_padding[:, None]) % chunk == 0).expand(ids.shape).clone()
     starts[:, 1:] |= ids[:, 1:] != ids[:, :-1]
     starts[:, 0] = False
@@ -116,7 +121,7 @@ def _is_made_by(code: Any, function: MaskFunction) -> bool:
 
 
 def _code(closure: Any) -> Any:
-    """What all closures of one factory have in common."""
+    """The code object, which is the same for all closures made by one factory."""
     return closure.__code__
 
 
@@ -124,6 +129,6 @@ _AND = _code(hf.and_masks(hf.causal_mask_function))
 _SLIDING_WINDOW = _code(hf.sliding_window_overlay(1))
 _CHUNKED = _code(hf.chunked_overlay(1, None))
 _PACKED = _code(hf.packed_sequence_mask_function(None))
-# Before it was there, positions within packed documents counted from the start of the sequence.
+# Releases without it count the positions of packed documents from the start of the sequence.
 _remap = getattr(hf, "remap_positions_for_packed_sequence", None)
 _REMAPPED = object() if _remap is None else _code(_remap(hf.causal_mask_function, None))

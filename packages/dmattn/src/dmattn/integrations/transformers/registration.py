@@ -1,18 +1,18 @@
-"""Making transformers know the name "dmattn"."""
+"""Registration of the attention implementation "dmattn" with transformers."""
 
 import re
 from importlib import metadata
 
-# The name must not contain "flash": transformers takes such names for flash-attn's.
+# The name must not contain "flash": transformers takes such names for flash-attn.
 NAME = "dmattn"
 
-# From this version on mask functions are told where the queries stand (q_length, q_offset), and
-# transformers' own Doge is right.
+# Since this version mask functions get the position of the queries (q_length, q_offset), and
+# transformers' own Doge is correct.
 OLDEST_TRANSFORMERS = (5, 18)
 
 
 def register() -> None:
-    """Enter "dmattn" into the attention and the mask functions of transformers.
+    """Register "dmattn" among the attention and the mask functions of transformers.
 
     `attn_implementation="dmattn"` and `model.set_attn_implementation("dmattn")` work afterwards.
     Calling it again changes nothing.
@@ -32,7 +32,7 @@ def register() -> None:
 
 
 def check_transformers() -> None:
-    """Raise ImportError unless a transformers is installed that this integration knows."""
+    """Raise ImportError unless transformers is installed in a version that is new enough."""
     wanted = ".".join(map(str, OLDEST_TRANSFORMERS))
     way_out = f'install it with: pip install "transformers>={wanted}"'
     try:

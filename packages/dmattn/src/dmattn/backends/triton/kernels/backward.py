@@ -1,6 +1,7 @@
 """The backward kernels: delta, then dq by blocks of rows, dk and dv by blocks of keys.
 
-The logits are computed anew in each of them.
+All of them but the first compute the logits again. See `shared` for strides (q_b, q_m and so on)
+and for arguments that describe lists.
 """
 
 import triton.language as tl
@@ -34,7 +35,10 @@ def row_delta(
     cu_seqlens_q, seqlen_q, total_q, nheads, m_blocks,
     D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """delta = dout . out - dlse, since dlse / dlogits = p; 0 for rows that keep nothing."""
+    """delta = dout . out - dlse of each row; 0 for rows that keep nothing.
+
+    Then dlogits = p * (dp - delta), as the derivative of lse by a logit is its probability p.
+    """
     m_block, h, b = program_of_rows(m_blocks, nheads, False)
     q_start, rows = sequence(cu_seqlens_q, b, seqlen_q, total_q)
     m = m_block * BM + tl.arange(0, BM)
@@ -65,11 +69,11 @@ def row_gradients(
     LIST_ROWS: tl.constexpr, BASE_2: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """dq of BM rows of one query head, and the sums of their dlogits.
+    """Compute dq of BM rows of one query head, and the sums of their dlogits.
 
     Args:
-        dq: None where not needed.
-        dbias: float32, as lse: the sum of the dlogits of each row; None where not needed.
+        dq: None if not needed.
+        dbias: float32, shaped as lse: the sum of the dlogits of each row; None if not needed.
     """
     m_block, h, b = program_of_rows(m_blocks, nheads, CAUSAL)
     q_start, rows = sequence(cu_seqlens_q, b, seqlen_q, total_q)
@@ -146,22 +150,23 @@ def key_gradients(
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
     DBIAS_BY_HEAD: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of BN keys, and the sums of their dlogits, over query heads that share the keys.
+    """Compute dk and dv of BN keys, and the sums of their dlogits, for query heads that share them.
 
-    Without lists, or with one list for all rows, a program owns its keys and stores their
-    gradients. With a list for every block of rows (LISTS = 2) it adds the part of one list block
-    to float32 gradients: to each key once in a launch for one list block and one head of a key
-    head, which is repeatable, and in any order in one launch for all.
+    Without lists, or with one list for all rows, each key belongs to one program, which stores its
+    gradients. With a list for every block of rows (LISTS = 2) a program adds the part from one list
+    block to float32 gradients by atomics. In a launch for a single list block and one query head
+    per key head, each key is added to once, which is repeatable; in one launch for all, the order
+    of additions varies.
 
-    Tiles are (BN, BM) here: the operand that stays, keys, is then divided among the warps.
+    Tiles are (BN, BM) here: the keys, which stay in the loop, are then divided among the warps.
 
     Args:
-        dk, dv: None where not needed.
-        dbias: float32 (batch, heads, keys): the sum of the dlogits of each key; None where not
-            needed. Its heads are query heads if DBIAS_BY_HEAD, else those of k.
-        list_blocks, first_list_block: how many list blocks this launch works on, and from which.
-        first_head, head_step, heads_together: program x works on the query heads from
-            first_head + x * head_step on, so many of them, all of one key head.
+        dk, dv: None if not needed.
+        dbias: float32 (batch, heads, keys): the sum of the dlogits of each key; None if not needed.
+            Its heads are query heads if DBIAS_BY_HEAD, else those of k.
+        list_blocks, first_list_block: how many list blocks this launch works on, and the first one.
+        first_head, head_step, heads_together: the program with head number x works on
+            `heads_together` query heads from first_head + x * head_step on, all of one key head.
     """
     number = tl.program_id(0)
     n_block = number % n_blocks
@@ -194,8 +199,8 @@ def key_gradients(
     acc_k = tl.zeros([BN, BD], tl.float32)
     acc_v = tl.zeros([BN, BD], tl.float32)
     sums = tl.zeros([BN], tl.float32)
-    # A loop for all heads, so that loads run ahead from one head into the next; but a loop for each
-    # where their sums are kept apart.
+    # One loop over the steps of all heads, so that prefetching goes on from one head to the next;
+    # but one loop per head if each has sums of its own.
     loops = heads_together if DBIAS_BY_HEAD else 1
     heads_of_loop = 1 if DBIAS_BY_HEAD else heads_together
     for loop in range(loops):
@@ -250,7 +255,10 @@ def key_gradients(
 
 @device_function
 def steps_of(m_lo, m_middle, m_hi, BM: tl.constexpr, FULL: tl.constexpr):
-    """First row, and number of steps of BM rows, of those that keep some keys, or all (FULL)."""
+    """The first row, and the number of steps of BM rows, of the rows that keep all keys (FULL).
+
+    Not FULL: of those that may keep only some of them.
+    """
     first = m_middle if FULL else m_lo
     last = m_hi if FULL else m_middle
     return first, (tl.maximum(last - first, 0) + BM - 1) // BM
@@ -258,7 +266,7 @@ def steps_of(m_lo, m_middle, m_hi, BM: tl.constexpr, FULL: tl.constexpr):
 
 @device_function
 def add_sums(dbias, b, h, stride_b, stride_h, n, exists, sums, LISTS: tl.constexpr):
-    """Store a key's sum of dlogits, or add to it where other programs do so too."""
+    """Store the sum of dlogits of each key, or add to it if several programs do (LISTS = 2)."""
     if dbias is not None:
         place = dbias + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + n
         if LISTS == 2:
@@ -272,7 +280,7 @@ def add_rows(
     base, b, stride_b, h, stride_h, start, n, stride, exists, d, x,
     LISTS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradient of keys, or add to it where other programs do so too."""
+    """Store the gradient of keys, or add to it if several programs do (LISTS = 2)."""
     if base is not None:
         place = place_of(base, b, stride_b, h, stride_h, start, stride)
         if LISTS == 2:
@@ -294,10 +302,11 @@ def bias_gradient(
     D: tl.constexpr, CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, BASE_2: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the gradient of a bias with rows and keys, summed over what shares it.
+    """Compute a tile of the gradient of a bias with rows and keys.
 
     Args:
-        sum_heads, sum_batch: query heads and batch entries that share one of the bias.
+        sum_heads: number of query heads that share a head of the bias, over which it is summed.
+        sum_batch: number of batch entries that share one of the bias, over which it is summed.
     """
     number = tl.program_id(0)
     n_block = number % n_blocks

@@ -35,7 +35,10 @@ def forward(
     LIST_ROWS: tl.constexpr, BASE_2: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of BM rows of one query head."""
+    """Compute out, lse and lse_rest of BM rows of one query head.
+
+    See `shared` for strides (q_b, q_m and so on) and for arguments that describe lists.
+    """
     m_block, h, b = program_of_rows(m_blocks, nheads, CAUSAL)
     q_start, rows = sequence(cu_seqlens_q, b, seqlen_q, total_q)
     k_start, nkeys = sequence(cu_seqlens_k, b, seqlen_k, total_k)
@@ -59,9 +62,9 @@ def forward(
     acc = tl.zeros([BM, BD], tl.float32)
     highest = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
-    # First the keys that all rows keep, then the others: this loop is compiled twice, and the keys
-    # that cannot be hidden, which are most, are not looked at one by one. Without a mask no branch
-    # keeps the compiler from loading ahead.
+    # First the keys that all rows keep, then the others. The inner loop is compiled once for each,
+    # so that the former, which are most, need no test for single pairs. Without a mask there is no
+    # branch in it that would keep the compiler from prefetching.
     for FULL in tl.static_range(1, -1, -1):
         if FULL == 0 or mask is None:
             first = lo if FULL else middle

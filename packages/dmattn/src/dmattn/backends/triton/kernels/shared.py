@@ -1,8 +1,11 @@
-"""What the kernels have in common: sequences, keys and their visibility, logits, products.
+"""Device functions that the kernels share: sequences, lists of keys, masks, logits and products.
 
-Letters: BM rows and BN keys of a tile, BD the head dimension rounded up to a power of two.
+Letters: BM rows and BN keys of a tile, BD the head dimension D rounded up to a power of two.
+Arguments such as q_b, q_m, q_h and q_d are the strides of a tensor along batch (b), rows (m) or
+keys (n), heads (h) and head_dim (d), in elements. FULL: a loop over tiles in which all rows keep
+all keys, so that no pair has to be tested.
 
-Programs are numbered along one axis, since the other axes of a grid take 65535 programs at most.
+Programs are numbered along one axis of the grid, since the other axes take at most 65535 programs.
 Offsets of rows and keys are 64-bit: an operand may have more than 2^31 elements.
 """
 
@@ -11,14 +14,15 @@ import triton.language as tl
 
 from dmattn.backends.triton.tiles import is_interpreted
 
-# The interpreter keeps bfloat16 as integers, multiplies those, and cuts off where a GPU rounds.
+# The interpreter represents bfloat16 by integers: it would multiply those in a product, and it
+# truncates where a GPU rounds.
 INTERPRETED = tl.constexpr(is_interpreted())
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
-# Triton compiles a kernel anew for arguments that are 1, or divisible by 16, where others were not.
-# That helps with strides, and not with these.
+# Triton specialises a kernel on integer arguments that are 1 or divisible by 16, and compiles it
+# anew for others. That helps for strides, but not for these arguments.
 kernel = triton.jit(
     do_not_specialize=(
         *("seqlen_q", "seqlen_k", "total_q", "total_k", "nheads", "group", "m_blocks", "n_blocks"),
@@ -30,10 +34,10 @@ kernel = triton.jit(
 
 
 def device_function(function):
-    """A function that kernels call.
+    """The decorator of functions that kernels call: `triton.jit`, or nothing when interpreted.
 
-    The interpreter patches the whole language anew for each call of a `triton.jit` function, which
-    takes most of its time. Within a kernel the language is patched already.
+    The interpreter patches triton.language in each call of a `triton.jit` function, which takes
+    most of its time. Within a kernel it is patched already.
     """
     return function if INTERPRETED.value else triton.jit(function)
 
@@ -53,7 +57,7 @@ def rounded(x, dtype: tl.constexpr):
 
 @device_function
 def product(a, b):
-    """a @ b summed in float32; float32 operands are not shortened to tf32."""
+    """a @ b, accumulated in float32; float32 operands are not rounded to tf32."""
     if INTERPRETED and a.dtype == tl.bfloat16:
         c = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
@@ -63,7 +67,7 @@ def product(a, b):
 
 @device_function
 def tanh(x):
-    """tanh to float32 accuracy, from operations that every device has."""
+    """tanh with float32 accuracy, from operations that every device has."""
     square = x * x
     small = 62.0 / 2835.0 * square - 17.0 / 315.0
     small = x + x * square * (-1.0 / 3.0 + square * (2.0 / 15.0 + square * small))
@@ -73,9 +77,10 @@ def tanh(x):
 
 @device_function
 def sequence(cu_seqlens, b, length, total):
-    """First token and length of sequence b: of those packed, or all of a batch entry.
+    """The first token and the number of tokens of packed sequence b, or else of a batch entry.
 
-    Wrong boundaries never lead outside the `total` tokens.
+    Without cu_seqlens that is 0 and `length`. Wrong boundaries are clamped, so that nothing outside
+    the `total` tokens is accessed.
     """
     if cu_seqlens is not None:
         start = tl.minimum(tl.maximum(tl.load(cu_seqlens + b), 0), total)
@@ -91,8 +96,8 @@ def sequence(cu_seqlens, b, length, total):
 def program_of_rows(m_blocks, nheads, CAUSAL: tl.constexpr):
     """The block of rows, query head and batch entry that this program works on.
 
-    Under causality the last rows have the most keys. They begin first, so that no long program is
-    left running at the end.
+    Under causality the last rows have the most keys. Their programs come first, so that no long
+    program is left running at the end.
     """
     number = tl.program_id(0)
     m_block = number % m_blocks
@@ -103,7 +108,7 @@ def program_of_rows(m_blocks, nheads, CAUSAL: tl.constexpr):
 
 @device_function
 def seen_by(m_block, rows, nkeys, CAUSAL: tl.constexpr, BM: tl.constexpr):
-    """How many keys the first and the last row of a block see, causality alone counted."""
+    """How many keys the first and the last row of a block may see by causality alone."""
     by_first = nkeys
     by_last = nkeys
     if CAUSAL:
@@ -116,16 +121,16 @@ def seen_by(m_block, rows, nkeys, CAUSAL: tl.constexpr, BM: tl.constexpr):
 
 @device_function
 def place_of(base, b, stride_b, h, stride_h, start, stride):
-    """Where the rows or keys from `start` on lie, of batch entry b and head h."""
+    """The address of row or key `start` of batch entry b and head h."""
     place = base + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
     return place + start.to(tl.int64) * stride
 
 
 @device_function
 def load_rows(base, row, stride_row, usable, d, stride_d, D: tl.constexpr):
-    """(rows, BD) of a matrix; zeros where a row is not usable, and past D.
+    """Load rows of a matrix as (rows, BD), with zeros in rows that are not usable, and past D.
 
-    usable: None where all rows are.
+    usable: a bool per row; None if all rows are usable.
     """
     at = base + row.to(tl.int64)[:, None] * stride_row + d[None, :] * stride_d
     if usable is not None:
@@ -150,11 +155,12 @@ def store_rows(base, row, stride_row, usable, d, stride_d, x, D: tl.constexpr):
 
 @device_function
 def operand_of(base, b, h, q_start, k_start, stride_b, stride_h, heads, stride_m, stride_k0):
-    """Where a mask or bias of batch entry b and query head h begins.
+    """The address of the first entry of a mask or bias for batch entry b and query head h.
 
-    heads: query heads that share one of its heads.
-    stride_m: None where it is alike for all rows.
-    stride_k0: its stride from key to key where packed keys are counted from the first of all.
+    heads: the number of query heads that share one of its heads.
+    stride_m: None if it is the same for all rows.
+    stride_k0: its stride along keys if it has an entry for each of all packed keys; 0 if its
+        columns count from the first key of each sequence.
     """
     place = base
     if base is not None:
@@ -170,22 +176,22 @@ def listed_range(
     rank, full, number, k_start, by_first, by_last, width, rank_width, list_block,
     LISTS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Where the list begins that a block of rows walks, and its entries lo .. hi - 1.
+    """The range of keys, or of the entries of a list, that a block of rows walks.
 
-    Those before the third number, which lies a multiple of BN after lo, every row of the block
-    keeps, unless there is a mask beside the list.
+    Returns begin, lo, middle, hi: the range is lo .. hi - 1, counted from entry `begin` of the
+    lists. Every row of the block keeps the entries lo .. middle - 1, unless there is a mask in
+    addition to the list; middle - lo is a multiple of BN.
 
     Args:
-        full: with LISTS = 2: the leading entries of each list that every row keeps.
-        number: of the lists, which batch entry and head they belong to.
-        by_first, by_last: the keys that the first and last of the rows see, causality alone
-            counted.
-        width: entries between one list and the next.
-        rank_width: entries of `rank` between one number and the next.
-        list_block: which of the lists of `number`, if there is more than one.
-        LISTS: 0: no list, the keys are 0 .. by_last - 1. 1: one ascending list for all rows, with
-            rank[j] of its entries before key j. 2: a list for every block of rows, with the
-            length of each in `rank`.
+        full: with LISTS = 2: how many leading entries of each list every row keeps.
+        number: the number of the set of lists, for a batch entry and a head.
+        by_first, by_last: how many keys the first and the last of the rows see by causality alone.
+        width: number of entries from one list to the next.
+        rank_width: number of entries of `rank` from one set of lists to the next.
+        list_block: which list of the set, if there is more than one.
+        LISTS: 0: no list, the keys are 0 .. by_last - 1. 1: one ascending list for all rows, where
+            rank[j] is the number of entries before key j. 2: a list for every block of rows, where
+            `rank` holds the length of each.
     """
     begin = number.to(tl.int64) * width
     lo = 0 * k_start
@@ -207,7 +213,7 @@ def listed_range(
 
 @device_function
 def ends_of(end, number, seqlen_k):
-    """Where the ends of the intervals of one set of lists begin; None where there are none."""
+    """The address of the interval ends for one set of lists; None if there are none."""
     place = end
     if end is not None:
         place = end + number.to(tl.int64) * seqlen_k
@@ -221,10 +227,10 @@ def keys_of_rows(
     CAUSAL: tl.constexpr, LISTS: tl.constexpr, LIST_ROWS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """The number of the lists of query head h, and the range that a block of its rows walks.
+    """The number of the set of lists of query head h, and the range that a block of rows walks.
 
-    The range is as `listed_range` has it, but with a mask beside it no entry is taken for one that
-    every row keeps.
+    The range is that of `listed_range`, except that with a mask no entry counts as one that every
+    row keeps.
     """
     by_first, by_last = seen_by(m_block, rows, nkeys, CAUSAL, BM)
     number = b * list_b + h // list_heads * list_h
@@ -239,7 +245,10 @@ def keys_of_rows(
 
 @device_function
 def keys_at(keys, begin, i, hi, k_start, nkeys, LISTS: tl.constexpr, BN: tl.constexpr):
-    """Keys i .. i + BN - 1 of a range, counted from the sequence's first, and which exist."""
+    """Entries i .. i + BN - 1 of a range as keys, counted from the first of the sequence.
+
+    Also returns which of them exist, that is, are before `hi`.
+    """
     entry = i + tl.arange(0, BN)
     exists = entry < hi
     n = entry
@@ -247,7 +256,7 @@ def keys_at(keys, begin, i, hi, k_start, nkeys, LISTS: tl.constexpr, BN: tl.cons
         n = tl.load(keys + begin + entry, mask=exists, other=0)
         if LISTS == 1:
             n -= k_start
-        n = tl.minimum(tl.maximum(n, 0), nkeys - 1)  # a wrong entry finds another key
+        n = tl.minimum(tl.maximum(n, 0), nkeys - 1)  # a wrong entry becomes some other key
     return n, exists
 
 
@@ -258,8 +267,8 @@ def kept(
 ):  # fmt: skip
     """Which keys the rows keep: a bool tile, or `exists` if all rows keep all of them (FULL).
 
-    Rows m, keys n and their `exists` lie along different dimensions, (BM, 1) and (1, BN) or
-    (1, BM) and (BN, 1); so they do below.
+    Rows m lie along one dimension of the tile, keys n and `exists` along the other: (BM, 1) and
+    (1, BN), or (1, BM) and (BN, 1). The same holds in the functions below.
     """
     keep = exists
     if not FULL:
@@ -283,7 +292,7 @@ def logits(
     x, m, n, exists, keep, rows, bias, bias_m, bias_n, softcap,
     SOFTCAP: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """Logits of scaled products x, -inf where not kept, and the tanh of the soft cap (else x).
+    """Logits of scaled products x, -inf where not kept; and the tanh of the soft cap, or x.
 
     FULL: every row keeps every key, and `keep` is not read.
     """
@@ -309,11 +318,15 @@ def softmax_step(
     x, highest, m, n, exists, keep, rows, bias, bias_m, bias_n, scale, softcap,
     SOFTCAP: tl.constexpr, BASE_2: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """exp(logits - the highest so far), the factor for what was summed before, and the highest.
+    """One step of a running softmax over tiles of keys.
+
+    Returns p = exp(logits - the new highest), the factor by which earlier sums have to be
+    multiplied, and the new highest.
 
     Args:
         x: dot products, not scaled.
-        highest: of the logits so far, (BM,); it and what is returned are in base 2 if BASE_2.
+        highest: the highest logit of each row so far, (BM,). If BASE_2, this and the new highest
+            are multiplied by log2(e).
     """
     if BASE_2:
         scale_2 = scale * LOG2_E
@@ -344,13 +357,15 @@ def rows_of_keys(
     CAUSAL: tl.constexpr, LISTS: tl.constexpr, LIST_ROWS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Rows m_lo .. m_hi - 1, which may keep some of the keys n; those from m_middle on keep all.
+    """The rows that may keep some of the keys n: m_lo .. m_hi - 1; those from m_middle on keep all.
 
-    Rows past the last of the sequence may be counted: nothing comes of them, as their lse is +inf.
+    Rows past the last of the sequence may be included: they contribute nothing, since their lse is
+    taken as +inf.
 
     Args:
-        first, middle: the first of the keys, and how many all rows keep, as entries of their list.
-        list_block: the block of rows that the list belongs to, with LISTS = 2.
+        first: the index of the first of these keys in its list.
+        middle: the index in the list up to which all rows keep the entries.
+        list_block: with LISTS = 2, the block of rows that the list belongs to.
     """
     m_lo = 0 * list_block
     m_middle = m_lo
@@ -381,17 +396,19 @@ def gradient_of_logits(
     x, m, n, exists, keep, rows, bias, bias_m, bias_n, scale, softcap, dp, lse, rest, delta,
     SOFTCAP: tl.constexpr, BASE_2: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """Probabilities, dlogits, and the gradient of the scaled dot products, all tiles.
+    """Three tiles: probabilities, dlogits, and the gradient of the scaled dot products.
 
     Args:
         x: dot products, not scaled.
-        lse: +inf for rows that keep nothing; in base 2 if BASE_2.
+        dp: the gradient of the probabilities, dout @ v transposed.
+        lse: +inf for rows that keep nothing; multiplied by log2(e) if BASE_2.
         rest: what rounding dropped from lse.
+        delta: dout . out - dlse of each row.
     """
     if BASE_2:
         p = tl.exp2(x * (scale * LOG2_E) - lse)
         ds = p * (dp - delta)
-        if not FULL:  # where nothing is kept dp may be anything
+        if not FULL:  # in rows that keep nothing dp may be anything
             p = tl.where(keep, p, 0.0)
             ds = tl.where(keep, ds, 0.0)
         dx = ds
@@ -409,7 +426,7 @@ def gradient_of_logits(
 
 @device_function
 def backward_rows(lse, rest, delta, at, m, rows, BASE_2: tl.constexpr):
-    """lse, its rest and delta of rows m as `gradient_of_logits` takes them, and who keeps keys."""
+    """lse, its rest and delta of rows m for `gradient_of_logits`, and which rows keep any key."""
     usable = m < rows
     row_lse = tl.load(lse + at + m, mask=usable, other=float("-inf"))
     row_delta = tl.load(delta + at + m, mask=usable, other=0.0)
