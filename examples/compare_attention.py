@@ -1,4 +1,4 @@
-"""Train the example's model with three attentions, and write down what each buys.
+"""Train the example's model with three attentions, and record what each costs and achieves.
 
     python examples/compare_attention.py                  # all of it: on a GPU
     python examples/compare_attention.py --small          # recall alone, for CPUs: minutes
@@ -10,8 +10,8 @@ from the same initial weights on the same batches, with several seeds, on two th
 train_bytes_lm.py uses, and multi-query associative recall (Arora et al., arXiv 2312.04927) with
 questions far behind what they ask for. docs/quality.md says what came out.
 
-Runs share the GPU, several processes at a time; the time of a step is measured before them, with
-nothing beside it. Results are written each time a run ends.
+With --jobs several runs share the GPU, each in a process of its own. The time of a training step is
+measured before the runs, with nothing else on the device. Results are written each time a run ends.
 """
 
 import argparse
@@ -106,7 +106,7 @@ def chosen_runs(arguments: argparse.Namespace) -> list[Run]:
 
 
 def prepare_process() -> None:
-    """Processes side by side each take one core, and Ctrl-C ends them at once."""
+    """Let a process compute on one core, as others run beside it, and let Ctrl-C end it at once."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -114,7 +114,7 @@ def prepare_process() -> None:
 def trained(
     runs: Sequence[Run], device: torch.device, deadline: float | None, jobs: int, progress: bool
 ) -> Iterator[dict[str, Any]]:
-    """The results of the runs, as they end; errors of single runs are raised after the others."""
+    """The results of the runs, as they end; errors are raised when all other runs have ended."""
     if jobs == 1:
         for run in runs:
             yield train(run, device.type, deadline, progress)
@@ -141,7 +141,7 @@ def make_parent(output: Path) -> None:
 
 
 def write(path: Path, results: dict[str, Any]) -> None:
-    """Write it whole or not at all: whoever reads it meanwhile finds the version before."""
+    """Write the results as a whole: a reader finds either the version before or the new one."""
     draft = path.with_suffix(".tmp")
     draft.write_text(json.dumps(results) + "\n")
     draft.replace(path)

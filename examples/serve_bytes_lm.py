@@ -4,18 +4,19 @@
 
 Requests arrive at random times, with prompts of 16 to 4096 bytes out of the standard library, and
 want a few bytes each. The engine (bytes_lm/serving.py) works on some of them at a time: they join
-the running batch when a slot is free, their prompts go in by chunks beside the decoding of the
-others, and they leave it when they are done. At the end it compares each answer with the one that
-the engine gives to its request alone, which has to be the same, and with that of the model without
-the engine. The model's products have other shapes, so that in bfloat16 the two may differ where two
-bytes are equally likely but for rounding; it then says how close they were. It leaves in
---output-dir
+the running batch when a slot is free, their prompts are read in chunks beside the decoding of the
+others, and they leave the batch when they are done.
+
+At the end each answer is compared with two others. The engine's answer to the same request alone
+has to be equal. The model without the engine has matrix products of other shapes, so that in
+bfloat16 its answer may differ where two bytes are equally likely except for rounding; the program
+then prints how close the two bytes were. It writes to --output-dir
 
     serving.png    when each request waited, was read and was answered, and the times as curves
     serving.json   throughput, time to first byte and time per byte as percentiles
 
-The model is trained for --steps steps first, so that it writes something; the times are those of
-any weights.
+The model is trained for --steps steps first, so that its answers look like text; the times do not
+depend on its weights.
 """
 
 import argparse
@@ -88,7 +89,7 @@ def at_least(least: int) -> Any:
 
 
 def make_requests(text: Text, arguments: argparse.Namespace) -> list[Request]:
-    """Prompts of which every length is as likely on a logarithmic scale, from 16 bytes up."""
+    """Requests whose prompts have lengths from 16 bytes up, even on a logarithmic scale."""
     generator = torch.Generator().manual_seed(arguments.seed)
     gaps = torch.empty(arguments.requests).exponential_(arguments.rate, generator=generator)
     requests = []
@@ -134,12 +135,13 @@ def count_equal_alone(engine: Engine, answers: Sequence[Answer]) -> int:
 def compare_by_itself(
     model: BytesLM, answers: Sequence[Answer], device: torch.device
 ) -> dict[str, Any]:
-    """How many answers are those of the model without the engine, and where the others part.
+    """How many answers the model gives without the engine, and how close the others were.
 
-    A batch adds up in another order than a sequence by itself, and a prompt in chunks in another
-    than one at once. So two bytes that are equally likely but for rounding may change places, and
-    after them the texts differ. The margin is how far the two are apart, as a part of the largest
-    logit; bfloat16 rounds to 0.004 of it in each layer.
+    A batch adds terms in another order than a single sequence, and a prompt in chunks in another
+    order than a prompt at once. So where two bytes are equally likely except for rounding, the
+    other one may be chosen, and the texts differ from there on. The margin is the distance of the
+    logits of the two bytes, as a share of the largest logit. bfloat16 rounds to 0.004 of that in
+    each layer.
     """
     margins = []
     for answer in answers:
@@ -152,7 +154,7 @@ def compare_by_itself(
 
 @torch.no_grad()
 def margin(model: BytesLM, prompt: torch.Tensor, first: bytes, second: bytes) -> float:
-    """By how much the logits of the first bytes differ in which two texts behind a prompt do."""
+    """How far apart the logits of the first two bytes are in which two continuations differ."""
     same = next(i for i, (a, b) in enumerate(zip(first, second, strict=True)) if a != b)
     common = torch.tensor(list(first[:same]), dtype=torch.int64, device=prompt.device)
     with half_precision(prompt.device):

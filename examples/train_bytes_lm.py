@@ -13,9 +13,9 @@ could reach, the model continues a text, and three files are left in --output-di
     metrics.json     configuration, losses, speed
 
 With --mask-path both, the same model is trained three times from the same seed on the same text:
-with the keys selected inside the attention, through a dense boolean mask, and, as a measure of how
-far rounding alone drives two runs apart, as the first but from weights moved by their last bit. A
-fourth file shows how far the losses are apart:
+with the keys selected inside the attention, with the keys selected through a dense boolean mask,
+and once more like the first time, but from initial weights whose last bit is changed. The third run
+shows how far rounding alone drives two runs apart. A fourth file shows the differences:
 
     loss_paths.png   the losses, and their differences
 
@@ -34,8 +34,9 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-# Before torch starts OpenMP: threads that wait by spinning take the cores from those that work as
-# soon as anything else runs beside (on two shared cores, up to nine times the time for a step).
+# Set before torch starts OpenMP, whose threads then sleep while they wait. By default they spin and
+# so take the cores from the threads that work as soon as anything else runs on the machine (on two
+# shared cores a step took up to nine times as long).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
@@ -147,11 +148,11 @@ def train_paths(
     progress: bool,
     ranks: Ranks | None,
 ) -> tuple[BytesLM, dict[str, History]]:
-    """Train along one mask path or all; the model of the first one, and what happened on each."""
+    """Train on one mask path or on all; returns the model of the first one, and all histories."""
     paths = MASK_PATHS if mask_path == "both" else (mask_path,)
     first = make_model(config, paths[0], device)
     with half_precision(device):
-        first.make_caches(1)  # what cannot generate text shall say so before it is trained
+        first.make_caches(1)  # raises before the training if text could not be generated after it
     histories = {paths[0]: train(first, text, config, device, progress, paths[0], ranks)}
     for path in paths[1:]:
         model = make_model(config, path, device)
@@ -167,8 +168,8 @@ def draw(
     config: Config,
     entropy: float,
 ) -> list[Path]:
-    """Leave the pictures; their paths."""
-    # Not at the top: --help, and what is refused at once, need no matplotlib.
+    """Draw the pictures into the folder `output`; returns their paths."""
+    # Not imported at the top: --help and wrong options need no matplotlib.
     from bytes_lm.pictures import plot_loss, plot_mask, plot_paths
 
     size, device = count_parameters(config), device_name(passage.device)
@@ -183,7 +184,7 @@ def draw(
 
 
 def compare_paths(histories: Mapping[str, History]) -> dict[str, dict[str, Any]]:
-    """What metrics.json holds of each run, and of its distance from the first one."""
+    """What metrics.json says about each run and its distance from the first one; prints it too."""
     first = next(iter(histories.values()))
     found = {}
     for name, history in histories.items():
@@ -206,7 +207,7 @@ def compare_paths(histories: Mapping[str, History]) -> dict[str, dict[str, Any]]
 
 
 def write_text(model: BytesLM, prompt: Tensor, count: int) -> dict[str, Any]:
-    """Print count bytes that continue the prompt; what metrics.json holds of them."""
+    """Print `count` bytes that continue the prompt; returns what metrics.json says about them."""
     written = continue_text(model, prompt, count)
     given, text = (raw.decode("utf-8", "replace") for raw in (bytes(prompt.tolist()), written.text))
     print(f"\n--- it continues {given!r} with:\n{text}\n---")
@@ -216,7 +217,10 @@ def write_text(model: BytesLM, prompt: Tensor, count: int) -> dict[str, Any]:
 
 
 def train_as_one_of(arguments: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
-    """What ranks other than the first do: they train. Returns the configuration and losses."""
+    """Train as a rank other than the first, which does nothing else.
+
+    Returns the configuration and the losses.
+    """
     device = choose_device(arguments.device)
     config = choose_config(arguments, device)
     check_stretches(config, ranks)
@@ -295,7 +299,7 @@ def train_and_report(arguments: argparse.Namespace, ranks: Ranks | None) -> dict
     if arguments.generate > 0:
         prompt = passage[:64]
         if arguments.prompt is not None:
-            # An argument that is no UTF-8 reaches Python with its bytes as surrogates.
+            # In an argument that is not UTF-8, Python represents the odd bytes by surrogates.
             given = arguments.prompt.encode(errors="surrogateescape")
             prompt = torch.tensor(list(given), dtype=torch.uint8, device=device)
         metrics["generated"] = write_text(model, prompt, arguments.generate)

@@ -1,4 +1,4 @@
-"""Backends that no device takes by itself go through the attention suite, unchanged."""
+"""Backends that are not the default of any device pass the attention suite, unchanged."""
 
 import importlib.util
 import os
@@ -14,13 +14,13 @@ from attention.targets import TARGETS
 SUITE = Path(__file__).parent / "attention"
 
 NAMED = [name for name, row in TARGETS.items() if row.device == "cpu" and row.backend is not None]
-# How the refusals begin that a target may have for what the suite asks of it; others may have none.
+# The beginnings of errors by which a target may refuse cases of the suite; others may refuse none.
 REFUSALS = {"flex-cpu": ("deterministic: got True beside attn_bias",)}
 
 
 @pytest.mark.parametrize("target", NAMED)
 def test_a_backend_passes_the_attention_suite(target: str) -> None:
-    """Some cases of every test that names the backend of its target; see targets.py."""
+    """Some cases of every test run with the backend of the target; see targets.py."""
     if target == "triton-cpu" and importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
     done = subprocess.run(

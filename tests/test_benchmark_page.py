@@ -1,6 +1,6 @@
-"""The page on performance is made from the recorded runs, and says of which run a row is.
+"""The page on performance is made from the recorded runs, and says from which run a row is.
 
-And the programs that time say in a line what they lack, before they time or write anything.
+Programs that measure times say in one line what they lack, before they time or write anything.
 """
 
 import json
@@ -37,7 +37,7 @@ def test_the_readme_quotes_the_recorded_runs() -> None:
 
 
 def recorded(**runs: Any) -> dict[str, Any]:
-    """Two cases of a group and one of another, of which further runs may have been made."""
+    """Results with two cases of a group and one of another, and perhaps with further runs."""
     rows = [
         {
             "group": group,
@@ -103,7 +103,7 @@ def test_what_cannot_be_timed_is_said_in_a_line(command: str, words: str) -> Non
 
 
 def test_a_choice_of_no_case_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would put an empty file in the place of recorded results."""
+    """Otherwise an empty file would replace the recorded results."""
     monkeypatch.setattr(sys, "argv", ["run.py", "--cases", "nope"])
     with pytest.raises(SystemExit, match="--cases, --skip: they leave no case"):
         run.choose(run.parse())

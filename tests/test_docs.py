@@ -18,7 +18,7 @@ PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md",
 PAGES += sorted(ROOT.glob("docs/**/*.md"))
 PAGES += sorted(ROOT.glob("packages/*/README.md"))
 TROUBLES = ROOT / "docs/troubleshooting.md"
-# Pages whose blocks go on where the ones before them ended.
+# Pages whose code blocks continue those before them.
 TOGETHER = [ROOT / "docs/tutorial.md", ROOT / "docs/serving.md"]
 SOURCES = ROOT / "packages/dmattn/src/dmattn"
 # Where a path in the text may start.
@@ -66,7 +66,7 @@ NOTEBOOK = ROOT / "docs/first_steps.ipynb"
 
 
 def test_notebook_runs() -> None:
-    """Its cells one after the other, in a Python of their own: a kernel would need Jupyter."""
+    """Its cells run one after the other in a separate Python, since a kernel would need Jupyter."""
     cells = json.loads(NOTEBOOK.read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     program = "import matplotlib; matplotlib.use('Agg')\n\n" + "\n\n".join(code)
@@ -172,7 +172,7 @@ def test_troubleshooting() -> None:
 
 
 def test_messages_of_the_machine_exist() -> None:
-    """Those that no test can provoke everywhere are at least in the sources, as quoted."""
+    """Messages that cannot be provoked on every machine are at least in the sources, as quoted."""
     quoted = re.findall(r"^\| `(.*)` \|", TROUBLES.read_text(), re.MULTILINE)
     assert len(quoted) >= 4
     sources = "".join(path.read_text() for path in SOURCES.rglob("*.py"))
@@ -181,7 +181,7 @@ def test_messages_of_the_machine_exist() -> None:
 
 
 def test_the_api_page_has_every_public_name() -> None:
-    """By itself, or as part of a module that is shown as a whole."""
+    """Each is shown by itself, or as part of a module that is shown as a whole."""
     page = (ROOT / "docs/api.md").read_text()
     shown = set(re.findall(r"^::: dmattn\.([\w.]+)$", page, re.MULTILINE))
     names = {name.rpartition(".")[2] for name in shown}
@@ -212,7 +212,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_every_page_is_listed_once() -> None:
-    """By the README and by the first page of the site."""
+    """Each is listed by the README and by the first page of the site."""
     pages = sorted(path.name for path in ROOT.glob("docs/*.md") if path.name != "index.md")
     listing = (ROOT / "README.md").read_text().partition("## Documentation")[2]
     assert sorted(re.findall(r"\(docs/([\w-]+\.md)\)", listing)) == pages

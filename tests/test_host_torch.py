@@ -1,4 +1,4 @@
-"""Sessions that use a GPU find the torch that the machine has: in stub environments, without a GPU.
+"""Sessions for a GPU find the torch of the machine: tested in stub environments, without a GPU.
 
 The environments are real ones, made by venv; the torch in them is a folder with a version.
 """
@@ -28,7 +28,10 @@ host_torch = load_host_torch()
 
 
 def make_environment(place: Path, torch: str = "", cuda: str | None = None) -> Path:
-    """An environment at `place`, with a stub of this torch if one is named; its interpreter."""
+    """Make an environment at `place`, and return its interpreter.
+
+    It has a stub of torch, of version `torch`, unless that is empty.
+    """
     base = getattr(sys, "_base_executable", sys.executable)
     subprocess.run([base, "-m", "venv", "--without-pip", str(place)], check=True)
     if torch:
@@ -40,7 +43,7 @@ def make_environment(place: Path, torch: str = "", cuda: str | None = None) -> P
 
 
 def described(**changes: object) -> object:
-    """An environment whose torch would do, but for the changes."""
+    """An environment whose torch is suitable, except for the changes."""
     facts = {
         "python": "/env/bin/python",
         "version": (3, 12),
@@ -143,7 +146,8 @@ def test_first_that_will_do(tmp_path: Path) -> None:
 
 
 def test_the_active_environment_comes_first(tmp_path: Path) -> None:
-    """Also before a torch of the Python that nox runs on: it was activated to be used."""
+    """It also comes before a torch of the Python that nox runs on, since it was activated to be
+    used."""
     active = make_environment(tmp_path / "active", "2.9.1+cu128", "12.8")
     base = make_environment(tmp_path / "base", "2.8.0", "12.6")
     environ = {"VIRTUAL_ENV": str(tmp_path / "active"), "PATH": ""}
@@ -155,7 +159,7 @@ def test_the_active_environment_comes_first(tmp_path: Path) -> None:
 
 
 def test_interpreter_of_the_sessions() -> None:
-    """That of nox, unless the environment was made from another installation of Python."""
+    """It is that of nox, unless the environment was made from another installation of Python."""
     assert host_torch.interpreter_for(None, "/usr") is None
     found = host_torch.Found(described(), "VIRTUAL_ENV")
     assert host_torch.interpreter_for(found, "/usr") is None
@@ -205,7 +209,8 @@ def test_an_installation_is_seen_without_help(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-# The repository's noxfile on a machine whose driver names an H200, and a session of its kind.
+# The repository's noxfile, on a machine whose driver reports the compute capability of an H200, and
+# one more session for a GPU.
 NOXFILE = """
 import ctypes
 

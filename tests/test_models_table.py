@@ -1,4 +1,4 @@
-"""The table of timed models says what was got, what was missed, and what did not run."""
+"""The table of timed models says which limits were met or missed, and what did not run."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def jobs(workflow: Path) -> dict[str, Any]:
 
 
 def combinations(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the matrix of a job goes through; one empty combination without a matrix."""
+    """The combinations of a job's matrix; one empty combination without a matrix."""
     matrix = dict(job.get("strategy", {}).get("matrix", {}))
     listed = matrix.pop("include", [{}])
     products = itertools.product(*matrix.values())
@@ -130,7 +130,7 @@ def test_what_is_published_is_built() -> None:
 
 
 def test_both_packages_have_one_version() -> None:
-    """Each has it in one place."""
+    """Each package has it in one place."""
     version = project(PACKAGES[1])["version"]
     assert "version" in project(PACKAGES[0])["dynamic"]
     init = (PACKAGES[0] / "src/dmattn/__init__.py").read_text()
@@ -160,7 +160,7 @@ def test_the_kernels_name_what_is_compiled_into_them() -> None:
 
 
 def test_hopper_gets_its_own_kernels() -> None:
-    """By the sessions that compile for the GPU that is there, as by what is released."""
+    """By sessions that compile for the GPU of the machine, as in releases."""
     spec = importlib.util.spec_from_file_location("the_noxfile", ROOT / "noxfile.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""The calls that benchmarks/random_calls.py draws: peers compute what ours does."""
+"""The calls that benchmarks/random_calls.py draws: peers compute what dmattn computes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _small_calls_by_what_the_cpu_has(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CUDNN", "FLASH", "EFFICIENT"):
         monkeypatch.setattr(random_calls, name, SDPBackend.MATH)
     wide = random.Random.choice
-    # Of the lengths, batches and so on that a kind names itself the first, which are few.
+    # Draw only from the first three of the lengths, batches and so on that a kind lists itself.
     monkeypatch.setattr(random.Random, "choice", lambda self, x: wide(self, x[:3]))
 
 

@@ -2,9 +2,10 @@
 
     python tools/draw_kernels.py [FOLDER]
 
-The map of all kernels; what runs beside what in those for Hopper; running top-w from scores to the
-backward. Lengths along axes of time are chosen to be legible: nothing that they show is measured.
-FOLDER is docs/assets unless given. Needs matplotlib.
+They are a map of all kernels, two pictures of what runs at the same time in the kernels for Hopper,
+and one of running top-w from the scores to the backward. Time axes are not to scale: their lengths
+are chosen to be legible, none of them is measured. FOLDER is docs/assets unless given. Needs
+matplotlib.
 """
 
 import argparse
@@ -28,7 +29,7 @@ import dmattn
 
 ROOT = Path(__file__).parents[1]
 
-# As in the pictures of masks: blues, with orange for what moves.
+# The colours of the pictures of masks (draw_pictures.py): blues, and orange for what moves.
 DARK, MIDDLE, LIGHT = "#08519c", "#6baed6", "#c6dbef"
 ABOVE_KEY = (0, 0.07, 1, 0.93)  # of a figure: left, bottom, width, height
 
@@ -74,7 +75,7 @@ class Box(NamedTuple):
 
 
 def draw_box(ax: Axes, box: Box, fontsize: float = 10.5) -> None:
-    """The first line is a name, in bold; the others say what it does."""
+    """Draw a box. The first line of its words is a name, in bold; the others describe it."""
     shape = FancyBboxPatch(
         *((box.x, box.y), box.width, box.height),
         boxstyle="round,pad=0,rounding_size=0.8",
@@ -132,7 +133,7 @@ def kernel(y: float, words: str, colour: str, height: float = 7) -> Box:
 
 
 def kernel_map(path: Path) -> None:
-    """Operations of the C interface, what the host decides, the kernels that each may launch."""
+    """The operations of the C interface, what the host decides for each, and its kernels."""
     figure, ax = bare_axes(13.6, 12.6)
     titles = {
         OPERATION_X + OPERATION_WIDTH / 2: "C interface (src/api)",
@@ -236,7 +237,7 @@ def kernel_map(path: Path) -> None:
 
 
 class Span(NamedTuple):
-    """Something that runs from `start` to `stop`, in units of the picture, on a lane."""
+    """Something that runs on a lane from `start` to `stop`, in units of the time axis."""
 
     lane: int
     start: float
@@ -336,13 +337,14 @@ def backward_pipeline(path: Path) -> None:
 # --------------------------------------------------------------------------- running top-w
 
 
-# As in the kernels, only smaller: rows of a list, rows of a step of the backward, keys of a tile.
+# Sizes as in the kernels, only smaller: rows and keys of the sequence, keys that a row keeps, rows
+# of a list, rows of a step of the backward, keys of a tile.
 LENGTH, WINDOW, LIST_ROWS, STEP_ROWS, TILE_KEYS = 64, 16, 8, 4, 8
 CHUNK = slice(32, 64)  # the rows of a chunk: those of four lists
 
 
 def draw_lists(ax: Axes, lists: Sequence[Sequence[tuple[int, str]]], names: Sequence[str]) -> None:
-    """One line for each list: its keys, each in the colour that it is given with."""
+    """Draw one line for each list: its keys, each in its colour."""
     for line, entries in enumerate(lists):
         for place, (key, colour) in enumerate(entries):
             ax.add_patch(Rectangle((place, line + 0.1), 0.94, 0.8, facecolor=colour))
@@ -356,21 +358,25 @@ def draw_lists(ax: Axes, lists: Sequence[Sequence[tuple[int, str]]], names: Sequ
 
 
 def list_of(keep: Tensor, rows: slice) -> list[tuple[int, str]]:
-    """The keys that these rows keep: first those that all of them do."""
+    """The keys that any of these rows keeps, with colours: those that all rows keep come first."""
     seen, by_all = keep[rows].any(0), keep[rows].all(0)
     full = [(int(key), DARK) for key in by_all.nonzero()]
     return full + [(int(key), MIDDLE) for key in (seen & ~by_all).nonzero()]
 
 
 def keys_of_chunk(keep: Tensor) -> list[int]:
-    """In the order in which they are found: those of the first list, then new ones."""
+    """The keys of the chunk as they are found: those of its first list, then of the later rows."""
     listed = [key for key, _ in list_of(keep, slice(CHUNK.start, CHUNK.start + LIST_ROWS))]
     new = range(CHUNK.start + LIST_ROWS, CHUNK.stop)
     return listed + [key for key in new if keep[key, key]]
 
 
 def in_order(keep: Tensor, keys: Sequence[int]) -> list[int]:
-    """By the quarter of the chunk that first sees the key; then by the last block and the first."""
+    """These keys in the order in which the backward takes them.
+
+    They are sorted by the quarter of the chunk that first sees a key, then by the last block of
+    rows that sees it, then by the first one.
+    """
     seen = keep[CHUNK].view(-1, STEP_ROWS, LENGTH).any(1)
     blocks = {key: seen[:, key].nonzero().flatten().tolist() for key in keys}
     quarter = len(seen) // 4
@@ -380,7 +386,10 @@ def in_order(keep: Tensor, keys: Sequence[int]) -> list[int]:
 
 
 def draw_chunk(ax: Axes, keep: Tensor, keys: Sequence[int]) -> None:
-    """The chunk's rows by these keys, and around each tile of keys the rows that it meets."""
+    """Draw which of these keys the chunk's rows keep, with a frame around each tile of keys.
+
+    A frame reaches from the first to the last block of rows that keeps any key of the tile.
+    """
     rows = keep[CHUNK][:, list(keys)]
     options: dict[str, Any] = {"cmap": "Blues", "vmin": 0, "vmax": 1.3, "aspect": "auto"}
     extent = (0, len(keys), CHUNK.stop, CHUNK.start)
@@ -400,9 +409,9 @@ def draw_chunk(ax: Axes, keep: Tensor, keys: Sequence[int]) -> None:
 
 
 def top_w_stages(path: Path) -> None:
-    """A small sequence on its way: what each stage hands to the next."""
+    """A small sequence on its way from scores to the backward: what each stage hands on."""
     scores = torch.randn(1, 1, LENGTH, generator=torch.Generator().manual_seed(3))
-    scores = scores + 0.03 * torch.arange(LENGTH)  # so that keys go on leaving
+    scores = scores + 0.03 * torch.arange(LENGTH)  # so that later keys displace earlier ones
     keep = dmattn.select_keys(scores, WINDOW).to_mask()[0, 0]
     layout = ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.12)
     figure, axes = plt.subplots(2, 2, figsize=(13.0, 9.4), layout=layout)

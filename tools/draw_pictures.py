@@ -2,8 +2,8 @@
 
     python tools/draw_pictures.py [FOLDER]
 
-From made-up scores and the sources of this repository, with fixed random numbers. FOLDER is
-docs/assets unless given. Needs matplotlib.
+Scores are made up, from fixed random numbers; the text in the pictures is taken from the sources of
+this repository. FOLDER is docs/assets unless given. Needs matplotlib.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def scores(length: int, seed: int = 0) -> Tensor:
 
 
 def mask_kinds(path: Path) -> None:
-    """Six kinds of mask beside each other."""
+    """Six kinds of mask side by side."""
     generator = torch.Generator().manual_seed(1)
     every = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
     per_key = (scores(LENGTH, 3) > 0.6)[:, :, None]
@@ -72,7 +72,7 @@ def mask_kinds(path: Path) -> None:
 
 
 def state_scan(path: Path, ranks: int = 8) -> None:
-    """Which rank sends its state to which, round by round, and what each then knows."""
+    """The rounds in which ranks send their states to others, and whose keys each state covers."""
     figure, ax = plt.subplots(figsize=(9.0, 4.2), layout="constrained")
     rounds = (ranks - 1).bit_length()
     for number in range(rounds + 1):
@@ -107,9 +107,9 @@ def state_scan(path: Path, ranks: int = 8) -> None:
 
 
 def stretches(path: Path, length: int = 96, cut: int = 48, window: int = 12) -> None:
-    """A sequence, and its last stretch behind the state of what lies before."""
+    """A whole sequence, and beside it its last stretch behind the state of the keys before it."""
     drawn = torch.randn(1, 1, length, generator=torch.Generator().manual_seed(4))
-    drawn = drawn + 0.02 * torch.arange(length)  # so that keys go on leaving
+    drawn = drawn + 0.02 * torch.arange(length)  # so that later keys displace earlier ones
     keep = dmattn.select_keys(drawn, window).to_mask()[0, 0]
     state = keep[cut - 1].nonzero().flatten()
     columns = torch.cat((state, torch.arange(cut, length)))

@@ -2,8 +2,8 @@
 
 On a GPU machine torch may belong to the Python that nox runs on, or to an environment that is
 active beside it (venv, virtualenv, uv, conda). The sessions that use a GPU run in environments of
-their own. This module looks for that torch and makes it visible there. It changes nothing in the
-environment that it finds, and knows nothing of nox.
+their own. This module looks for that torch and makes it visible in those environments. It changes
+nothing in the environment in which it finds torch, and does not depend on nox.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ OLDEST_PYTHON = (3, 11)  # of dmattn, as its pyproject.toml says
 OLDEST_TORCH = (2, 6)
 PTH = "dmattn_host_torch.pth"
 
-# Run by each interpreter that is looked at, whatever its version. torch itself is not imported,
-# which would take seconds: torch/version.py says for which CUDA it was made.
+# A program for each interpreter that is looked at, of any version of Python. It does not import
+# torch, which would take seconds: torch/version.py says for which CUDA torch was made.
 PROBE = """
 import importlib.util, json, os, runpy, sys
 sys.path = [path for path in sys.path if path]
@@ -76,10 +76,10 @@ def examine(python: str) -> Environment | None:
 def candidates(
     environ: Mapping[str, str], base_python: str, which: Callable[[str], str | None] = shutil.which
 ) -> list[tuple[str, str]]:
-    """(origin, interpreter) of every place to look at, the first choice first, each one once.
+    """(origin, interpreter) of every place to look at, in order of preference, each place once.
 
     An environment that the user named or activated comes before the Python that nox runs on, and
-    that one before whatever else is on the PATH.
+    that Python comes before what is on the PATH.
     """
     named: list[tuple[str, str | None]] = [("PYTHON", environ.get("PYTHON"))]
     for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
@@ -132,10 +132,11 @@ def find_torch(
 
 
 def interpreter_for(found: Found | None, base_prefix: str) -> str | None:
-    """The interpreter that sessions must be made with to see this torch; None for that of nox.
+    """The interpreter to make sessions with so that they can use this torch; None for nox's own.
 
-    Compiled packages go with the installation that they were made for. Where the environment was
-    made from another installation than nox runs on, sessions are made from that installation too.
+    Compiled packages work with the Python installation that they were made for only. So if the
+    environment was made from another installation than the one that nox runs on, sessions have to
+    be made from that other one too.
     """
     if found is None or os.path.realpath(found.environment.base_prefix) == os.path.realpath(
         base_prefix
@@ -145,23 +146,23 @@ def interpreter_for(found: Found | None, base_prefix: str) -> str | None:
 
 
 def show_packages(found: Found | None, site_packages: Path) -> None:
-    """Append the packages of the environment that was found to the path of a session's own ones.
+    """Make the packages of the environment that was found importable in a session, by a .pth file.
 
-    The session's own packages come first. Written anew each time, since the environment that is
-    active may be another one each time.
+    They come after the session's own packages in sys.path. The file is written anew in each run,
+    since another environment may be active than in the run before.
     """
     pth = site_packages / PTH
     if found is None or found.environment.prefix == found.environment.base_prefix:
         # An installation's own packages are visible already, by --system-site-packages.
         pth.unlink(missing_ok=True)
         return
-    # addsitedir also follows the .pth files there, on which editable installations rest.
+    # addsitedir also processes the .pth files there, which editable installations depend on.
     lines = [f"import site; site.addsitedir({path!r})" for path in found.environment.packages]
     pth.write_text("\n".join(lines) + "\n")
 
 
 def release(version: str) -> tuple[int, ...]:
-    """(2, 9) of "2.9.1+cu128"."""
+    """(2, 9) for "2.9.1+cu128"."""
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 

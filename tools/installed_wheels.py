@@ -1,6 +1,7 @@
 """Uses the installed wheels of dmattn and dmattn-kernels as somebody would who has just got them.
 
-Exit status 0: both come from the environment, fit each other, and attention on the CPU is right.
+Exit status 0 means that both are imported from this environment, that they fit each other, and that
+attention on the CPU gives the right results.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def check_places() -> None:
 
 
 def check_kernels() -> None:
-    """They can be loaded and have the ABI that dmattn wants; load_kernels raises otherwise."""
+    """The kernels can be loaded and have the ABI that dmattn needs; load_kernels raises if not."""
     load_kernels()
     print(f"ABI version {dmattn_kernels.abi_version()}, {dmattn_kernels.architectures()}")
     print(f"backends here: {dmattn.get_available_backends()}")

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 
 def run(main: Callable[[], object]) -> None:
-    """Call it; Ctrl-C ends the program with a line, not with where it happened to be."""
+    """Call `main`; Ctrl-C ends the program with one line instead of a traceback."""
     try:
         main()
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
-        sys.exit(130)  # 128 and the number of the signal, as shells have it
+        sys.exit(130)  # 128 + the number of the signal, as shells report it

@@ -3,7 +3,7 @@
 import math
 from dataclasses import asdict, dataclass
 
-# Of one attention head, in dmattn.
+# The largest head_dim that dmattn supports, and the least values of options that are whole numbers.
 LARGEST_HEAD_DIM = 256
 LEAST = {
     "layers": 1,
@@ -48,7 +48,7 @@ GPU_CONFIG = Config(
 
 
 def complaint(config: Config) -> str | None:
-    """What cannot be trained in this configuration, in terms of the options; None if all can."""
+    """Why this configuration cannot be trained, in terms of the options; None if it can."""
     for name, least in LEAST.items():
         got = asdict(config)[name]
         if not least <= got < 2**63:
@@ -57,7 +57,7 @@ def complaint(config: Config) -> str | None:
         return f"--lr: got {config.lr}, wanted a positive number"
     if config.heads % config.kv_heads != 0:
         return f"--heads: got {config.heads}, wanted a multiple of --kv-heads = {config.kv_heads}"
-    # The rotary embedding turns pairs of the numbers of a head.
+    # The rotary embedding rotates pairs of numbers of a head, so head_dim has to be even.
     if config.width % (2 * config.heads) != 0:
         return f"--width: got {config.width}, wanted a multiple of 2 * --heads = {2 * config.heads}"
     if config.width // config.heads > LARGEST_HEAD_DIM:

@@ -8,7 +8,7 @@ from dmattn import get_available_backends
 
 
 def choose_device(wanted: str) -> torch.device:
-    """The device to train on; says so when a GPU has to stay idle."""
+    """The device to train on; prints a line if there is a GPU that cannot be used."""
     usable = torch.cuda.is_available() and "cuda" in get_available_backends()
     if wanted == "cuda" and not usable:
         raise SystemExit("--device cuda: no GPU that dmattn has kernels for; see the README")
@@ -29,7 +29,7 @@ def half_precision(device: torch.device) -> torch.autocast:
 
 
 def clock(device: torch.device) -> float:
-    """Seconds, read when the device has done what it was given."""
+    """The time in seconds, read after the device has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def make_folder(output: Path) -> None:
-    """Make the folder of the results, if they can be made."""
+    """Make the folder of the results, unless matplotlib for their pictures is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         raise SystemExit("the pictures at the end need matplotlib: pip install matplotlib")
     try:

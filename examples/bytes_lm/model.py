@@ -82,11 +82,11 @@ class BytesLM(nn.Module):
                 nn.init.normal_(layer.weight, std=0.5 * (config.width * config.layers) ** -0.5)
 
     def attention_layers(self) -> list[DynamicMaskAttention]:
-        """One a block, from the input to the output."""
+        """The attention layers of all blocks, from the input to the output."""
         return [m for m in self.modules() if isinstance(m, DynamicMaskAttention)]
 
     def make_caches(self, batch: int) -> list[DynamicMaskCache]:
-        """One for each layer, to generate text with; in half precision if called so."""
+        """One cache for each layer, to generate text with; under autocast in half precision."""
         return [layer.make_cache(batch) for layer in self.attention_layers()]
 
     def forward(
@@ -99,15 +99,15 @@ class BytesLM(nn.Module):
     ) -> Tensor:
         """With caches, under torch.no_grad: tokens go on from those that the caches have seen.
 
-        real: bool (B, S), False for tokens that are none and stand behind the others.
+        real: bool (B, S), False for padding, which stands behind the tokens.
         slots: int64 (B,), which sequences of the caches these are; all when None.
-        ranks: whose tokens are this one's stretch of sequences that all of them hold together.
+        ranks: the ranks that share each sequence; tokens are then this rank's stretch of it.
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         if ranks is not None:
             positions = positions + ranks.rank * tokens.shape[1]
         if caches is not None:
-            # On the device like the rest, so that a CUDA graph of a step stays right.
+            # A tensor on the device, so that replays of a CUDA graph read its current value.
             seen = caches[0].seen
             seen = seen if slots is None else seen.index_select(0, slots)
             positions = positions + seen[:, None]
@@ -116,7 +116,7 @@ class BytesLM(nn.Module):
         for number, block in enumerate(self.blocks):
             cache = None if caches is None else caches[number]
             x = block(x, rotary, cache, real, slots, ranks)
-        return F.linear(self.norm(x), self.embedding.weight)  # the head is the embedding
+        return F.linear(self.norm(x), self.embedding.weight)  # the head has the embedding's weights
 
 
 def count_parameters(config: Config) -> int:

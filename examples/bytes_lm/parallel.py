@@ -25,17 +25,17 @@ class Ranks:
         return dist.get_world_size(self.group)
 
     def own(self, tokens: Tensor) -> Tensor:
-        """This rank's part of (B, S)."""
+        """This rank's stretch of (B, S) tokens."""
         return tokens.chunk(self.size, 1)[self.rank]
 
     def mean(self, value: Tensor) -> Tensor:
-        """Over the ranks."""
+        """The mean of a tensor over the ranks."""
         value = value.clone()
         dist.all_reduce(value, group=self.group)
         return value / self.size
 
     def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """All ranks hold all weights: each takes the mean of what the ranks found for them."""
+        """Replace each gradient by its mean over the ranks, all of which hold all weights."""
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         means = self.mean(torch.cat([grad.flatten() for grad in grads]))
         parts = torch.split(means, [grad.numel() for grad in grads])
@@ -44,7 +44,7 @@ class Ranks:
 
 
 def join_ranks(on_gpu: bool) -> Ranks:
-    """Meet the other processes that torchrun has started."""
+    """Form a group with the other processes that torchrun has started."""
     if "LOCAL_RANK" not in os.environ:
         raise SystemExit(
             "--context-parallel: wanted to be started by torchrun, such as\n"

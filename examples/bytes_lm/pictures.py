@@ -89,7 +89,7 @@ def plot_paths(path: Path, histories: Mapping[str, History], title: str) -> None
         top.plot(range(1, len(history.train) + 1), history.train, label=label, **styles[name])
     apart = {name: differences(histories[name], histories[reference]) for name in others}
     for name, gaps in apart.items():
-        # A gap of nothing has no place on a logarithmic axis.
+        # A difference of 0 cannot be drawn on a logarithmic axis.
         drawn = [gap if gap > 0 else float("nan") for gap in gaps]
         style = styles[name] | {"ls": "none", "marker": ".", "ms": 3}
         bottom.plot(range(1, len(gaps) + 1), drawn, label=labels[name], **style)
@@ -115,7 +115,10 @@ def kept_keys(scores: Tensor, window: int) -> Tensor:
 
 @torch.no_grad()
 def choose_head(model: BytesLM, tokens: Tensor) -> tuple[int, int, Tensor]:
-    """The layer and score head that reach back furthest on (S,) tokens, and its scores (S,)."""
+    """The layer and score head whose kept keys lie furthest back, and its scores (S,).
+
+    tokens: (S,).
+    """
     seen: list[Tensor] = []
     hooks = []
     layers = model.attention_layers()
@@ -143,7 +146,7 @@ def choose_head(model: BytesLM, tokens: Tensor) -> tuple[int, int, Tensor]:
 
 
 def draw_mask(ax: Axes, keep: Tensor, window: int) -> None:
-    """The whole mask: one row a query, one column a key."""
+    """The whole mask: one row for each query, one column for each key."""
     size = len(keep)
     visible = torch.ones(size, size, dtype=torch.bool).tril()
     colours = ListedColormap(["#ffffff", "#e4e4e4", "#08519c"])

@@ -1,13 +1,14 @@
 """Serving: requests join a running batch as they come, and leave it when they are done.
 
-The sequences of the caches are slots. A request gets a free one. Its prompt goes in by chunks, one
-chunk between two steps of decoding, so that the others wait for a chunk at most. Each step of
-decoding is one call for all slots; those without a text to go on are left out on the device.
+Each sequence of the caches is a slot, and each request gets a free one. The model reads its prompt
+in chunks, one chunk between two steps of decoding, so that the other requests wait for one chunk at
+most. Each step of decoding is one call for all slots; slots that have no text to continue are left
+out on the device.
 
-Both calls always have the same shapes: a chunk that is not full is padded, and a step is for all
-slots. A matrix product of another shape may add its terms up in another order, and of two bytes
-that are equally likely but for rounding the other one may then be written. With equal shapes a row
-comes out the same whatever the other rows hold. So an answer depends on nothing but its prompt.
+Both calls always have the same shapes: a chunk that is not full is padded, and each step is for all
+slots. Matrix products of different shapes may add their terms in different orders. Where two bytes
+are equally likely except for rounding, that can change which of them is written. With equal shapes
+each row has the same result whatever the other rows hold. So an answer depends on its prompt alone.
 """
 
 import math
@@ -25,7 +26,8 @@ from torch.nn.functional import pad
 from bytes_lm.device import half_precision
 from bytes_lm.model import BytesLM
 
-# Calls before a CUDA graph is made of the next: what a first call sets up cannot be captured.
+# Calls that run before the next one is captured in a CUDA graph: first calls set things up that
+# cannot be captured.
 _EAGER_CALLS = 3
 
 
@@ -50,12 +52,12 @@ class Request:
 
 @dataclass
 class Answer:
-    """What became of a request; times in seconds after the start."""
+    """The answer to a request, as far as it is written; times in seconds after the start."""
 
     request: Request
     text: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)  # of each byte
-    read: int = 0  # bytes of the prompt that are in
+    read: int = 0  # bytes of the prompt that the model has read
 
     @property
     def is_done(self) -> bool:
@@ -63,7 +65,7 @@ class Answer:
 
 
 def _at_least_one(name: str, number: int) -> None:
-    """Of anything else there would be no end."""
+    """Check that a number is an int of at least 1: with any other the engine would never end."""
     if not isinstance(number, int):
         raise TypeError(f"{name}: got {number!r}, wanted an int")
     if number < 1:
@@ -76,7 +78,7 @@ class Engine:
     Args:
         model: the model; on a GPU it computes in bfloat16.
         slots: sequences that are worked on at a time, at least 1.
-        chunk: bytes of a prompt that go in at a time, at least 1.
+        chunk: bytes of a prompt that are read at a time, at least 1.
     """
 
     def __init__(self, model: BytesLM, slots: int, chunk: int) -> None:
@@ -87,21 +89,21 @@ class Engine:
         self.chunk = chunk
         with half_precision(self.device):
             self.caches = model.make_caches(slots)
-        # What the two calls read and write stays where it is, for the CUDA graphs of them.
+        # The two calls read and write these tensors in place, as their CUDA graphs need it.
         self.byte = torch.zeros((slots, 1), dtype=torch.int64, device=self.device)
         self.active = torch.zeros((slots, 1), dtype=torch.bool, device=self.device)
         self.tokens = torch.zeros((1, chunk), dtype=torch.int64, device=self.device)
         self.real = torch.zeros((1, chunk), dtype=torch.bool, device=self.device)
         self.slot = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.running: dict[int, Answer] = {}  # by slot
-        self.reading: deque[int] = deque()  # slots whose prompt is not in yet
+        self.reading: deque[int] = deque()  # slots whose prompt has not been read to its end
         self.free = deque(range(slots))
         self._precision = ExitStack()
 
     def __enter__(self) -> Self:
-        # One autocast for all: it casts the weights once and keeps them, for the CUDA graphs too.
+        # One autocast around all calls: it casts the weights once and keeps them, also for graphs.
         self._precision.enter_context(half_precision(self.device))
-        with torch.no_grad():  # nothing goes in: no token is real, and no slot active
+        with torch.no_grad():  # these calls change no cache: no token is real, no slot is active
             self._call_read = self._prepared(self._read)
             self._call_step = self._prepared(self._step)
         return self
@@ -111,19 +113,19 @@ class Engine:
         self._precision.close()
 
     def _prepared(self, call: Callable[[], None]) -> Callable[[], None]:
-        """A replay of the call from a CUDA graph; on a CPU the call."""
+        """A function that replays the call from a CUDA graph; on a CPU the call itself."""
         for _ in range(_EAGER_CALLS):
             call()
         if self.device.type != "cuda":
             return call
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):  # notes the call down, and does not do it
+        with torch.cuda.graph(graph):  # records the call without running it
             call()
         return graph.replay
 
     @torch.no_grad()
     def serve(self, requests: Sequence[Request]) -> list[Answer]:
-        """Answers in the order of the requests, which arrive by the clock on the wall."""
+        """Answers in the order of the requests, which arrive in real time."""
         answers = [Answer(request) for request in requests]
         try:
             self._work_on(deque(sorted(answers, key=lambda answer: answer.request.arrival)))
@@ -144,14 +146,14 @@ class Engine:
             self._write_bytes(start)
 
     def _leave_all(self) -> None:
-        """After an error, or Ctrl-C, nobody waits any more for what is not done."""
+        """Free all slots, so that after an error or Ctrl-C no request is left in one."""
         self.running.clear()
         self.reading.clear()
         self.active.zero_()
         self.free = deque(range(len(self.active)))
 
     def serve_alone(self, request: Request) -> Answer:
-        """The answer to a request while there is no other."""
+        """The answer to a request that is served while there is no other."""
         return self.serve([replace(request, arrival=0.0)])[0]
 
     def _join(self, answer: Answer) -> None:
@@ -162,7 +164,7 @@ class Engine:
         self.reading.append(slot)
 
     def _read_chunk(self, start: float) -> None:
-        """The next chunk of the prompt that came first."""
+        """Read the next chunk of the prompt that came first."""
         if not self.reading:
             return
         slot = self.reading[0]
@@ -179,13 +181,13 @@ class Engine:
             self._note(slot, int(self.byte[slot]), start)
 
     def _read(self) -> None:
-        """Take a chunk in, and choose the byte after its last real token."""
+        """Let the model read a chunk, and choose the byte after its last real token."""
         logits = self.model(self.tokens, self.caches, real=self.real, slots=self.slot)
         last = (self.real.sum(1) - 1).clamp(min=0)
         self.byte.index_copy_(0, self.slot, logits[0].index_select(0, last).argmax(-1)[:, None])
 
     def _write_bytes(self, start: float) -> None:
-        """The next byte of every slot whose prompt is in."""
+        """Write the next byte of every slot whose prompt has been read."""
         slots = [slot for slot in self.running if slot not in self.reading]
         if not slots:
             return
@@ -199,7 +201,7 @@ class Engine:
         self.byte.copy_(logits.argmax(-1, keepdim=True))
 
     def _note(self, slot: int, byte: int, start: float) -> None:
-        """A byte is there; the slot is free after the last one."""
+        """Add a byte to the answer of a slot, and free the slot after its last byte."""
         answer = self.running[slot]
         answer.text.append(byte)
         answer.times.append(time.perf_counter() - start)

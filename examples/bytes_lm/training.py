@@ -16,13 +16,17 @@ from bytes_lm.text import Text, even_windows, random_starts, windows_at
 
 BITS = 1 / math.log(2)  # one nat in bits
 
-# The same model, trained along different ways to the same keys. "nudged" is "window" with every
-# initial weight moved by its last bit: how far rounding alone drives two runs apart.
+# Ways to train the same model with the same kept keys. "window" selects the keys inside the
+# attention, "dense" through a dense mask. "nudged" is "window" with the last bit of every initial
+# weight changed, which shows how far rounding alone drives two runs apart.
 MASK_PATHS = ("window", "dense", "nudged")
 
 
 def make_model(config: Config, mask_path: str, device: torch.device) -> BytesLM:
-    """The initial model of a run: for each seed the same weights, whatever the mask path."""
+    """The initial model of a run.
+
+    Its weights depend on the seed alone, except that those of "nudged" differ in their last bit.
+    """
     torch.manual_seed(config.seed)
     model = BytesLM(config, dense_mask=mask_path == "dense").to(device)
     if mask_path == "nudged":
@@ -33,9 +37,10 @@ def make_model(config: Config, mask_path: str, device: torch.device) -> BytesLM:
 
 
 def loss_nats(model: nn.Module, windows: Tensor, ranks: Ranks | None = None) -> Tensor:
-    """Mean cross entropy, in nats per byte, of (B, S + 1) windows; with ranks of this one's bytes.
+    """Mean cross entropy, in nats per byte, of (B, S + 1) windows.
 
-    On a GPU the arithmetic is bfloat16 by autocast; weights and their updates stay float32.
+    With ranks it is that of this rank's bytes. On a GPU the arithmetic is bfloat16 by autocast;
+    weights and their updates stay float32.
     """
     given, wanted = windows[:, :-1], windows[:, 1:]
     if ranks is not None:
@@ -76,7 +81,7 @@ def differences(one: History, other: History) -> list[float]:
 
 
 def make_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
-    """AdamW; only matrices decay, and neither the embedding nor the scores' projection does."""
+    """AdamW. Only matrices decay, but neither the embedding nor the projection of the scores."""
     decayed: list[nn.Parameter] = []
     kept: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
@@ -97,7 +102,7 @@ def learning_rate_factor(step: int, steps: int) -> float:
 
 
 class Stopwatch:
-    """Seconds between start and stop, summed up; waits for the device at both."""
+    """Sums up the seconds between start() and stop(), both of which wait for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -130,7 +135,8 @@ def train(
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: learning_rate_factor(step, config.steps)
     )
-    # All places at once: copying a few numbers to a GPU in each step would make the host wait.
+    # Drawn for all steps at once: copying a few numbers to a GPU in each step would make the host
+    # wait.
     generator = torch.Generator().manual_seed(config.seed)
     starts = random_starts(stream, (config.steps, config.batch), config.length, generator)
     check_steps = {math.ceil(config.steps * part / 40) for part in (1, 2, *range(4, 41, 4))}

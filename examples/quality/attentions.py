@@ -9,7 +9,7 @@ from dmattn import KeySelection, flash_dmattn_func, sliding_window
 from dmattn.modules import DynamicMaskAttention
 from dmattn.modules.rotary import apply_rotary
 
-# How they are called in results and pictures.
+# Their names in results and pictures.
 FULL, SLIDING, TOP = "full", "sliding window", "running top-w"
 ATTENTIONS = (FULL, SLIDING, TOP)
 
@@ -73,10 +73,10 @@ def make_model(attention: str, config: Config, device: torch.device) -> BytesLM:
 
 
 def cache_bytes(attention: str, config: Config, length: int) -> int:
-    """Bytes that one sequence of `length` tokens holds while it is continued, in bfloat16.
+    """Bytes of the cache with which one sequence of `length` tokens is continued, in bfloat16.
 
-    Keys and values of all layers; for running top-w all that its cache holds beside them, the
-    scores and positions of the kept keys.
+    The cache holds the keys and values of all layers, and for running top-w also the scores and
+    positions of the kept keys.
     """
     if attention == TOP:
         with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""What is run: the tasks with their sizes, on a GPU and, in seconds, on a CPU."""
+"""What is run: the tasks in full size for a GPU, smaller for a CPU, or tiny for a quick trial."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ def reach(config: Config) -> int:
 
 
 def far_only(setup: Setup) -> Setup:
-    """The same with training questions only where no sliding window can reach the pairs from."""
+    """The same, but in training no question stands where sliding windows could reach the pairs."""
     assert setup.recall is not None
     return replace(setup, recall=replace(setup.recall, nearest=reach(setup.config)))
 
@@ -74,7 +74,7 @@ FULL_SIZE: Mapping[str, Setup] = {
     ),
     JOINED_FAR: far_only(_JOINED),
 }
-# For CPUs: minutes, and large enough to mean something.
+# For CPUs: takes minutes, and is large enough for the results to mean something.
 _SMALL_JOINED = Setup(
     Config(
         layers=1,
@@ -101,9 +101,9 @@ QUICK: Mapping[str, Setup] = {
 
 
 def plan(setups: Mapping[str, Setup], seeds: int, scale: float = 1.0) -> list[Run]:
-    """All runs, in the order in which they start: a cut by time leaves whole comparisons.
+    """All runs, in an order in which those that start before a time limit form whole comparisons.
 
-    scale: of the numbers of steps.
+    scale: factor by which the numbers of training steps are multiplied.
     """
     return [
         Run(

@@ -1,4 +1,4 @@
-"""From recorded results: the pictures, and the tables of the documentation's page."""
+"""The pictures and the tables of docs/quality.md, made from recorded results."""
 
 import statistics
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ def with_tables(page: str, results: Results) -> str:
 
 
 def runs_of(results: Results, task: str, attention: str) -> list[Results]:
-    """The runs that were trained to their end."""
+    """The runs of this task with this attention that were trained to their end."""
     return [
         run
         for run in results["runs"]
@@ -64,12 +64,12 @@ def runs_of(results: Results, task: str, attention: str) -> list[Results]:
 
 
 def tasks_of(results: Results) -> list[str]:
-    """The tasks of which every attention has a finished run."""
+    """The tasks for which every attention has a finished run."""
     return [t for t in TASKS if all(runs_of(results, t, attention) for attention in ATTENTIONS)]
 
 
 def spread(values: Sequence[float], digits: int) -> str:
-    """mean (least to most)."""
+    """The values as "mean (least to most)"."""
     mean = statistics.fmean(values)
     return f"{mean:.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
@@ -84,7 +84,7 @@ def timing_of(results: Results, task: str, attention: str) -> Results:
 
 
 def recall_between(run: Results, first: int, last: int) -> float:
-    """The share of right answers at distances in first..last-1, by whole bins."""
+    """The share of right answers in the bins of distances that lie within first..last-1."""
     final = run["final"]
     width = final["bin_width"]
     bins = [
@@ -98,7 +98,7 @@ def recall_between(run: Results, first: int, last: int) -> float:
 
 
 def is_timed(results: Results) -> bool:
-    """Whether times mean something: on a CPU other programs and few threads decide them."""
+    """Whether times mean something; on a CPU they depend on other programs and on few threads."""
     return not results["device"].startswith("CPU")
 
 
@@ -181,7 +181,7 @@ def finish(ax: Axes) -> None:
 
 
 def two_columns(count: int) -> tuple[Figure, list[Axes]]:
-    """So many panels, two in a row: more would be too small to read on a page."""
+    """A figure with `count` panels, two in a row: more in a row would be too small to read."""
     columns = min(count, 2)
     rows = -(-count // columns)
     figure, grid = plt.subplots(
@@ -194,12 +194,12 @@ def two_columns(count: int) -> tuple[Figure, list[Axes]]:
 
 
 def plot_losses(path: Path, results: Results) -> None:
-    """Held-out loss over the steps, a panel a task."""
+    """Held-out loss over the steps, one panel for each task."""
     tasks = tasks_of(results)
     figure, panels = two_columns(len(tasks))
     for ax, task in zip(panels, tasks, strict=True):
         for attention in ATTENTIONS:
-            # Untrained, the loss on text would take most of the panel.
+            # The loss of the untrained model on text would take most of the panel.
             first = 1 if task == TEXT else 0
             curves = [run["curve"][first:] for run in runs_of(results, task, attention)]
             steps = [point["step"] for point in curves[0]]
@@ -216,7 +216,7 @@ def plot_losses(path: Path, results: Results) -> None:
 
 
 def plot_recall(path: Path, results: Results) -> None:
-    """Share of right answers against the distance to the value, a panel a task."""
+    """Share of right answers against the distance to the value, one panel for each task."""
     tasks = [task for task in tasks_of(results) if task != TEXT]
     figure, panels = two_columns(max(1, len(tasks)))
     for ax, task in zip(panels, tasks, strict=False):
@@ -229,7 +229,7 @@ def plot_recall(path: Path, results: Results) -> None:
             band(ax, [(i + 0.5) * width for i in used], shares, attention)
         reach = config["layers"] * (config["window"] - 1)
         lines = {config["window"]: "w"}
-        if config["layers"] > 1:  # else it is as good as w
+        if config["layers"] > 1:  # with one layer the reach is w - 1, too close to w to draw
             lines[reach] = f"{config['layers']}(w-1)"
         for at, words in lines.items():
             ax.axvline(at, color="#555555", ls=":", lw=1)

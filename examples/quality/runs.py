@@ -61,9 +61,10 @@ class Trainer:
 
 
 def train(run: Run, device_type: str, deadline: float | None, progress: bool) -> dict[str, Any]:
-    """Train, and return what the results hold of it.
+    """Train, and return what the results say about the run.
 
-    deadline: the time.time() at which it stops where it is; the result then says so.
+    deadline: the time.time() at which training stops, even if it is not complete; "complete" in the
+    result says whether it is.
     """
     device = torch.device(device_type)
     trainer = Trainer(run, device)
@@ -99,7 +100,7 @@ def train(run: Run, device_type: str, deadline: float | None, progress: bool) ->
 
 
 def point(step: int, found: dict[str, Any]) -> dict[str, Any]:
-    """One place of the curve: the numbers over all, without those by distance or place."""
+    """One point of the curve: the overall numbers, without those by distance or by place."""
     return {"step": step} | {name: found[name] for name in ("loss", "recall") if name in found}
 
 
@@ -137,7 +138,7 @@ def mean_ages(run: Run, trainer: Trainer) -> list[list[float]] | None:
 
 
 def time_steps(run: Run, device_type: str, steps: int = 20, warmup: int = 5) -> dict[str, Any]:
-    """Seconds of a training step with nothing else on the device, and what the cache holds."""
+    """The time of a training step with nothing else on the device, and the size of the cache."""
     device = torch.device(device_type)
     trainer = Trainer(run, device)
     for step in range(warmup):

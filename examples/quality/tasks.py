@@ -19,7 +19,7 @@ NO_TARGET = -100  # cross_entropy leaves these out
 
 
 class Batch(NamedTuple):
-    """tokens (B, S) int64, and (B, S) int64 what comes out at each, or NO_TARGET."""
+    """tokens: (B, S) int64. targets: (B, S) int64, what to predict at each token, or NO_TARGET."""
 
     tokens: Tensor
     targets: Tensor
@@ -89,10 +89,11 @@ class TextTask:
 class RecallConfig:
     """Multi-query associative recall: pairs of a key and a value first, then questions.
 
-    The rest is noise. All tokens are within the 256 of the model: keys, then values, then noise.
-    In training the number of pairs differs from sequence to sequence: where there are few, telling
-    them apart is learned sooner. With `joined` a pair is one token: nothing has to join a value to
-    the key before it. Questions and answers have tokens of their own then.
+    All other tokens of a sequence are noise. The 256 tokens of the model are shared out: first
+    those of keys, then those of values, then those of noise. In training the number of pairs
+    differs from sequence to sequence: with few pairs a model learns sooner to tell them apart. With
+    `joined` a pair is one token, so that the model need not connect a value with the key before it.
+    Questions and answers have tokens of their own then.
     """
 
     pairs: int = 4
@@ -101,11 +102,14 @@ class RecallConfig:
     keys: int = 16
     values: int = 16
     joined: bool = False
-    nearest: int = 0  # no question before this many tokens behind the pairs
+    nearest: int = 0  # so many tokens behind the pairs are without questions
 
 
 class Recall(NamedTuple):
-    """A batch of it; distance (B, S) counts tokens from the value (or pair) that is asked for."""
+    """A batch of recall. distance: (B, S), at a question the tokens back to what it asks for.
+
+    That is the value, or the pair if it is joined. At all other tokens distance is 0.
+    """
 
     batch: Batch
     distance: Tensor

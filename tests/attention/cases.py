@@ -72,7 +72,7 @@ class Case:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
 
-# Fields that say nothing without another one.
+# Fields that have no effect without another one.
 _FILLS = {"mask_fill": "mask", "bias_fill": "bias", "sinks_f32": "sinks"}
 
 
@@ -108,14 +108,14 @@ def _heads_first(x: Tensor) -> Tensor:
 
 
 def _misaligned(x: Tensor) -> Tensor:
-    """Rows that start on 2 bytes only: element loads."""
+    """Rows are aligned to no more than 2 bytes, so that kernels load single elements."""
     padded = x.new_full((*x.shape[:3], x.shape[3] + 3), float("nan"))
     padded[..., 1:-2] = x
     return padded[..., 1:-2]
 
 
 def _offset(x: Tensor) -> Tensor:
-    """Strides that would allow vector loads behind a base address that does not."""
+    """The strides would allow vector loads, but the base address does not."""
     flat = x.new_full((x.numel() + 8,), float("nan"))
     flat[1 : 1 + x.numel()] = x.flatten()
     return flat[1 : 1 + x.numel()].view(x.shape)
@@ -150,7 +150,7 @@ LAYOUTS = {
     "batch_shared": _batch_shared,
     "heads_shared": _heads_shared,
 }
-if not on_cuda():  # where kernels want head_dim to be contiguous, which test_layouts asks for
+if not on_cuda():  # CUDA kernels need a contiguous head_dim: see test_layouts
     LAYOUTS["head_dim_outermost"] = _last_outermost
 
 # --- mask and bias: four dimensions, each full or 1 -----------------------------------------------
@@ -175,7 +175,7 @@ def _odd_pitch(x: Tensor) -> Tensor:
 
 
 def _heads_apart(x: Tensor) -> Tensor:
-    """Heads that are no whole number of rows apart."""
+    """The stride of heads is not a multiple of the stride of rows."""
     filler = True if x.dtype is torch.bool else float("nan")
     rows = x.shape[2] * x.shape[3]
     big = x.new_full((*x.shape[:2], rows + 3), filler)
@@ -241,7 +241,7 @@ def _dead_rows(make: _Maker, shape: tuple[int, ...]) -> Tensor:
 
 
 def _prefix(make: _Maker, shape: tuple[int, ...]) -> Tensor:
-    """Padding by length: the first keys, of another number for each batch and head."""
+    """Padding by length: the first keys, whose number differs between batch entries and heads."""
     length = make.uniform(*shape[:3], 1) * (shape[3] + 1)
     return (torch.arange(shape[3], device=make.device) < length.long()).expand(shape).clone()
 
@@ -275,7 +275,10 @@ def _with_entries(fraction: float, entry: float):  # type: ignore[no-untyped-def
 
 
 def _lowest_rows(make: _Maker, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Every third row (or head, for a key bias) is finfo.min throughout: finite, so keys stay."""
+    """Every third row is finfo.min throughout; in a key bias, every second head.
+
+    That is a finite number, so keys stay.
+    """
     bias = make.normal(*shape).to(dtype)
     target = bias[:, :, ::3] if shape[2] > 1 else bias[:, ::2]
     target.fill_(torch.finfo(dtype).min)
@@ -283,8 +286,8 @@ def _lowest_rows(make: _Maker, shape: tuple[int, ...], dtype: torch.dtype) -> Te
 
 
 def _stretches(make: _Maker, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Large along some stretches of keys only, which begin and end within tiles: up to a thousand,
-    minus infinity, finfo.min."""
+    """A bias that is extreme along three stretches of keys, which begin and end within tiles: in
+    the thousands, minus infinity, and finfo.min."""
     bias = make.normal(*shape).to(dtype)
     bias[..., 150:180] *= 1000
     bias[..., 300:310] = -math.inf
@@ -385,12 +388,12 @@ def _silence_coarse_rows(problem: Problem) -> Problem:
 # --- random cases ---------------------------------------------------------------------------------
 
 LENGTHS = (1, 2, 3, 17, 63, 64, 65, 100, 127, 128, 129, 191, 255, 257, 300)
-# Where thread blocks have several tiles, and calls are cut into rounds, splits and chunks.
+# Lengths at which thread blocks have several tiles, and calls are cut into rounds, splits, chunks.
 LONG_LENGTHS = (1, 77, 128, 197, 300, 385, 512, 640, 1000, 1024, 1500, 2047, 2500, 3072, 4095)
 
 
 def seeds(count: int, first: int = 0) -> range:
-    """So many seeds of random cases, from `first` plus DMATTN_TEST_SEED (0 where it is not set)."""
+    """`count` seeds of random cases, from `first` plus DMATTN_TEST_SEED on (0 if it is not set)."""
     begin = first + int(os.environ.get(SEED_VARIABLE, "0"))
     return range(begin, begin + count)
 

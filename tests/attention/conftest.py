@@ -30,7 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Items of other folders stay as they are."""
+    """Leave out what does not fit the target or its share; items of other folders stay."""
     mine = [item for item in items if HERE in item.path.parents]
     fit = [item for item in mine if _fits(item)]
     whole = [item for item in fit if item.get_closest_marker("every_case")]
@@ -50,7 +50,7 @@ def _fits(item: pytest.Item) -> bool:
 
 
 def _sample(items: list[pytest.Item], share: int) -> list[pytest.Item]:
-    """About one case of `share`, the same ones every time, and at least one of each test."""
+    """About one case in `share`, the same ones every time, and at least one of each test."""
     tests: dict[str, list[tuple[int, pytest.Item]]] = {}
     for item in items:
         draw = zlib.crc32(item.name.encode())

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def run(problem: Problem, deterministic: bool = False, **options: Any) -> Results:
     """One forward and, if any gradient is wanted, one backward of `dmattn.flash_dmattn_func`.
 
-    `options`: further ones, such as window_size and selection.
+    `options`: further arguments of the call, such as window_size and selection.
     """
     return Results(**differentiate(problem, lambda p: call(p, deterministic, **options)))
 
@@ -114,7 +114,7 @@ def skip_if_too_large(q: Tensor, k: Tensor) -> None:
 
 
 def times(count: int) -> int:
-    """How often to repeat what could differ from time to time: on the CPU, not often."""
+    """How often to repeat what might differ between runs: `count` times, on the CPU at most 3."""
     return count if on_cuda() else min(count, 3)
 
 
@@ -123,10 +123,10 @@ def bytes_of(*tensors: Tensor) -> int:
 
 
 def peak_bytes_beside(step: Callable[[], tuple[Tensor, ...]]) -> int:
-    """The highest memory that a step takes beside what was there before and what it returns.
+    """The peak memory of a step, in bytes, without what was allocated before and what it returns.
 
-    In bytes that torch's allocator was asked for. It may hand out up to a megabyte more for each
-    tensor, by what blocks earlier calls have left, which says nothing about the step.
+    The bytes that torch's allocator was asked for are counted. For each tensor it may reserve up
+    to a megabyte more, depending on the blocks left by earlier calls, not on the step.
     """
     step()
     torch.cuda.synchronize()

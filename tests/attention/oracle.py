@@ -1,4 +1,4 @@
-"""What attention is, written plainly, and how far from it a result may lie.
+"""The definition of attention, written plainly, and how far from it a result may be.
 
 `attention` is a transcription of the definition in ordinary differentiable PyTorch operations. In
 float64 it is the oracle; in the inputs' own precision it is the plain computation whose error sets
@@ -59,7 +59,7 @@ def attention(
     """out (B, Sq, H, Dv) and lse (B, H, Sq), in the precision of q.
 
     q (B, Sq, H, D), k (B, Sk, HK, D), v (B, Sk, HK, Dv); mask and bias ({B|1}, {H|HK|1}, {Sq|1},
-    {Sk|1}); sinks (H,), of each row one logit more, without a value.
+    {Sk|1}); sinks (H,), one more logit for each row, without a value.
     """
     nheads, nheads_k, seqlen_k = q.shape[2], k.shape[2], k.shape[1]
     logits = masked_logits(q, k, mask, bias, softmax_scale, is_causal, softcap)
@@ -165,16 +165,17 @@ class Terms:
     """The largest sums of absolute values behind any entry of each gradient.
 
     A gradient may be the small difference of large terms (a row that keeps one key has dq = 0
-    exactly), which fp32 sums get only to within a few roundings of those terms. The plain
-    computation can be exact there by luck.
+    exactly). fp32 sums give it only to within a few roundings of those terms, while the plain
+    computation may be exact by luck.
 
     Attributes:
-        all: of everything that is added up.
-        of_out: of what a row's dout . out contributes, that its dlogits are less by. A backward
-            that keeps out and no probabilities takes the rounded one, as FlashAttention's does
-            (Dao et al. 2022, appendix B.2), and so has an error of up to half a unit in the last
-            place of out in each of these terms. The plain computation has none of it: where values
-            are almost equal the terms of a row nearly cancel there.
+        all: sums of all terms.
+        of_out: sums of the terms that come from delta alone, the dot product of a row's dout and
+            out, which is subtracted in each dlogit of the row. A backward that keeps out and no
+            probabilities computes delta from the rounded out, as FlashAttention's does (Dao et al.
+            2022, appendix B.2), and so has an error of up to half a unit in the last place of out
+            in each of these terms. The plain computation does not have this error: where values
+            are almost equal, the terms of a row nearly cancel there.
     """
 
     all: dict[str, float]
@@ -182,11 +183,11 @@ class Terms:
 
 
 def roundoff(problem: Problem) -> Terms:
-    """What the roundings of a gradient are in proportion to."""
+    """The sums of absolute values to which the roundings of each gradient are proportional."""
     q, k, v, dout = (x.double() for x in (problem.q, problem.k, problem.v, problem.dout))
     batch, seqlen_q, nheads, _ = q.shape
     seqlen_k, nheads_k = k.shape[1:3]
-    if q.numel() == 0 or k.numel() == 0:  # nothing but the sinks' share of dlse
+    if q.numel() == 0 or k.numel() == 0:  # only dlse has an effect, on the sinks
         sums = {} if problem.dlse is None else {"dsinks": float(problem.dlse.abs().sum())}
         return Terms(sums, {})
     bias = None if problem.bias is None else problem.bias.double()
@@ -243,28 +244,28 @@ class Deviation:
         return f"{self.name}: error {self.error:.3e}, allowed {self.allowed:.3e}"
 
 
-# The largest error among few entries is a matter of luck: below this many, the plain computation
-# gets five draws.
+# The largest error among few entries is a matter of luck: for tensors of fewer entries than this,
+# the plain computation is made five times, with different numbers.
 FEW = 1000
-# Roundings that a sum over keys, rows or head_dim may pile up, in units of its absolute sum.
+# Roundings that a sum over keys, rows or head_dim may accumulate, in units of its absolute sum.
 ROUNDINGS = 8
 
 
 def sum_eps(problem: Problem) -> float:
-    """One rounding of what sums are kept in: float32, or float64 for float64 inputs."""
+    """One rounding of the dtype of sums: float32, or float64 for float64 inputs."""
     return torch.finfo(torch.promote_types(problem.q.dtype, torch.float32)).eps
 
 
 def deviations(problem: Problem, found: Results) -> list[Deviation]:
-    """Every tensor of `found` against the float64 oracle.
+    """Every tensor of `found` compared with the float64 oracle.
 
-    Allowed: twice the largest error of the plain computation in the inputs' precision, plus half a
-    unit in the last place of the largest value (the rounding to the result's own dtype, which
-    nobody can avoid), plus a few roundings of the sums behind it and that of the output (`Terms`).
-    Infinities must be where the oracle has them.
+    The allowed error is twice the largest error of the plain computation in the inputs' precision,
+    plus half a unit in the last place of the largest value (the rounding to the result's own dtype,
+    which nobody can avoid), plus a few roundings of the sums behind it and the effect of rounding
+    the output (`Terms`). Infinities must be where the oracle has them.
 
-    More plain computations and `roundoff` can only allow more and take most of the time, so they
-    are left out where everything is close enough without them.
+    Further plain computations and `roundoff` can only allow more, and take most of the time. So
+    they are left out if everything is close enough without them.
     """
     wanted = dict(solve(problem, torch.float64).items())
     assert [name for name, _ in found.items()] == list(wanted), (
@@ -292,16 +293,17 @@ def all_allowances(problem: Problem, found: Results) -> list[Deviation]:
 def _doubt(problem: Problem, overflows: bool = False) -> float:
     """How far off results may be because logits are rounded, relative to the results.
 
-    The probabilities change by as much as a logit does. For float64 inputs the oracle is the plain
-    computation as well, so its own roundings count. For float32 inputs one rounding counts that the
-    plain computation does not have: exponentials to the base of 2, as kernels take them, round the
-    logit and the log-sum-exp in other units once more, each by half a unit in its last place. (Of
-    16 bits it is nothing.) Only the largest logit of a row counts then: keys that are far below it
-    have next to no probability. Beside a bias above 2^53 nothing is left to round.
+    The relative change of a probability is as large as the change of its logit. For float64 inputs
+    the oracle is also the plain computation, so its own roundings count. For float32 inputs one
+    rounding counts that the plain computation does not have: kernels take exponentials to the base
+    of 2, for which the logit and the log-sum-exp are converted and rounded once more, each by half
+    a unit in its last place. (Compared with 16 bits that is nothing.) Only the largest logit of a
+    row counts then: keys that are far below it have next to no probability. Logits above 2^53, from
+    a bias, do not count, since nothing is left to round beside them.
 
-    overflows: the logits are beyond 16 bits, so that there is no plain computation to measure by.
-    They are kept in float32 then, and theirs are four roundings: two of the sum over head_dim, one
-    of the scale and the bias, and that of the base of 2.
+    overflows: the logits exceed the range of 16 bits, so that there is no plain computation to
+    measure by. Then they are computed in float32, with four roundings: two of the sum over
+    head_dim, one of the scale and the bias, and the one of the base of 2.
     """
     exact = problem.q.dtype == torch.float64
     if problem.k.shape[1] == 0:
@@ -338,8 +340,8 @@ def _against(
     beyond_range = _doubt(problem, overflows=True) if overflows else usual
     for name, value in found.items():
         plain_error = plain[name]
-        # Where the plain computation overflows it sets no limit; then one rounding of its dtype
-        # does, or of that of the log-sum-exp.
+        # If the plain computation overflows, it sets no limit. Then one rounding of its dtype is
+        # the limit or, for the log-sum-exp, one rounding of the dtype of that.
         finite = wanted[name][wanted[name].isfinite()].abs()
         largest = float(finite.max()) if finite.numel() else 0.0
         doubt, size = usual, max(1.0, largest)
@@ -348,7 +350,7 @@ def _against(
             plain_error = torch.finfo(dtype).eps * max(largest, terms.all.get(name, 0.0))
             doubt = beyond_range
             if is_narrow and name == "lse":
-                size = 1.0  # it is off by what a logit is
+                size = 1.0  # it is off by as much as a logit
         allowed = 2 * plain_error + torch.finfo(value.dtype).eps / 2 * largest
         allowed += ROUNDINGS * sum_eps(problem) * (1 + terms.all.get(name, 0.0))
         allowed += torch.finfo(problem.q.dtype).eps / 2 * terms.of_out.get(name, 0.0)

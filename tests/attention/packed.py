@@ -91,7 +91,7 @@ def build_packed(case: Case, lengths: Lengths) -> PackedProblem:
         if letters[2] == "1":
             return lay_operand(torch.cat(values, dim=3))[0, :, 0].t()
         longest = max(n for _, n in lengths)
-        # Behind a sequence's keys: NaN, or keys to attend to.
+        # Behind a sequence's keys there are NaN, or a mask that is True: neither may be read.
         filler = True if name == "mask" else float("nan")
         wide = [torch.nn.functional.pad(x, (0, longest - x.shape[3]), value=filler) for x in values]
         return lay_operand(torch.cat(wide, dim=2))[0].transpose(0, 1)
@@ -100,7 +100,7 @@ def build_packed(case: Case, lengths: Lengths) -> PackedProblem:
     rows, keys = (_sums(x) for x in zip(*lengths, strict=True))
     first = parts[0]
     cu_seqlens_q = torch.tensor(rows, dtype=torch.int32, device=device)
-    # One tensor for both, as with self-attention, says that the rows are those of the keys.
+    # One tensor for both, as in self-attention, tells that rows and keys have the same boundaries.
     cu_seqlens_k = cu_seqlens_q if rows == keys else cu_seqlens_q.new_tensor(keys)
     return PackedProblem(
         parts,
@@ -144,7 +144,7 @@ def run_packed(problem: PackedProblem, **more: Any) -> dict[str, Tensor]:
 
 
 def split_results(problem: PackedProblem, found: dict[str, Tensor]) -> list[Results]:
-    """Those of each sequence, shaped as if it had been alone; dsinks, their sum, is left out."""
+    """The results of each sequence, as if it had been alone, without dsinks, a sum over them."""
     results = []
     for rows, keys in problem.spans():
         part = {
@@ -191,7 +191,7 @@ def judge_packed(problem: PackedProblem, found: dict[str, Tensor]) -> None:
 
 
 def _judge_sinks(problem: PackedProblem, dsinks: Tensor) -> None:
-    """Their gradient is the sum over all sequences, and so is what it may be off by."""
+    """The gradient of sinks is a sum over all sequences, and so is its allowed error."""
     wanted, allowed = torch.zeros_like(dsinks, dtype=torch.float64), 0.0
     for part in problem.parts:
         exact, plain = solve(part, torch.float64).dsinks, solve(part).dsinks
@@ -211,9 +211,10 @@ def _too_far(
     found: dict[str, Tensor],
     rule: Callable[[Problem, Results], list[Deviation]],
 ) -> list[str]:
-    """What is wrong, as of a batch: the largest error of any against the largest that is allowed.
+    """The tensors that are too far off, with the largest error of any sequence.
 
-    In a sequence of a few rows the plain computation may be exact by luck.
+    It is compared with the largest error that is allowed for any sequence, as in a batch, since in
+    a sequence of a few rows the plain computation may be exact by luck.
     """
     rows: dict[str, list[Deviation]] = {}
     for part, results in zip(problem.parts, split_results(problem, found), strict=True):

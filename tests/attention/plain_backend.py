@@ -1,7 +1,7 @@
 """A backend in one file: attention by plain torch in float64. It shows what a new backend needs.
 
-Beside this file it takes one row in the registry, which is added at the end, and the row "plain" of
-targets.py, which takes it through the suite.
+Besides this file it needs one row in the registry, which is added at the end of the file, and the
+row "plain" of targets.py, which takes it through the suite.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dmattn.problem import Gradients, Needs, Problem, Results, empty_gradients, 
 
 
 class PlainBackend(Backend):
-    """Every problem on the CPU; forms everything of size Sq x Sk."""
+    """Takes every problem on the CPU, and forms all scores, of size Sq x Sk."""
 
     name = "plain"
     devices = ("cpu",)
@@ -120,7 +120,7 @@ def _dense(
             else end > 0
         )
     logits = logits.masked_fill(~keep, -math.inf)
-    if sinks is not None:  # of a backward: one key more, whose value is 0
+    if sinks is not None:  # in a backward only: one more key, whose value is 0
         logits = torch.cat((logits, sinks[:, None, None].expand(*logits.shape[:3], 1)), -1)
     hidden = (logits == -math.inf).expand(logits.shape)
     columns = logits.shape[3]

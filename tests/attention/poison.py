@@ -1,4 +1,4 @@
-"""Fresh buffers full of NaN between guard margins: what is left unwritten or overrun shows.
+"""Fresh buffers full of NaN between guard margins, which show missing writes and overruns.
 
 While `poisoned()` is active every uninitialised allocation on the device under test (outputs and
 workspaces alike) starts as bytes of 0xFF, which read as NaN in every floating dtype and as -1 in
@@ -21,7 +21,7 @@ MARGIN = 1024  # bytes on either side; a multiple of 256, to keep the alignment
 
 
 class Guard:
-    """The allocations made under it, kept until their margins have been checked."""
+    """Makes poisoned allocations, and keeps them until their margins have been checked."""
 
     def __init__(self) -> None:
         self._buffers: list[tuple[Tensor, int]] = []
@@ -29,7 +29,8 @@ class Guard:
         self.count = 0
 
     def empty(self, make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        # Margins would not be checked, and buffers kept as long as whoever holds on to the factory.
+        # The margins of such a buffer would not be checked, and all buffers would live as long as
+        # the factory that somebody holds on to.
         assert not self._has_ended, "a factory of torch was kept beyond the call that looked it up"
         plain = make(*args, **kwargs)
         if plain.device.type != target_device().type or plain.layout is not torch.strided:
@@ -62,7 +63,7 @@ _empty = torch.empty
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[Guard]:
-    """Replaces torch's uninitialised factories for the duration, unless the target forbids it."""
+    """Replaces torch's factories of uninitialised tensors within, unless the target forbids it."""
     guard = Guard()
     if not target().poison:
         yield guard

@@ -1,4 +1,4 @@
-"""Scores to select keys by, and what a selection of them is, by brute force."""
+"""Scores to select keys by, and the selections expected of them, by brute force."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def brute_force(
 
 
 def assert_lists(selection: dmattn.KeySelection, keep: Tensor) -> None:
-    """Each block's list holds each key that any of its rows keeps, once, the full ones first."""
+    """Assert that a block's list has each key that any of its rows keeps once, full keys first."""
     blocks, capacity = selection.idx.shape[2:]
     slot = torch.arange(capacity, device=keep.device)
     for block in range(blocks):
@@ -74,7 +74,7 @@ def assert_lists(selection: dmattn.KeySelection, keep: Tensor) -> None:
 
 
 def sorted_lists(selection: dmattn.KeySelection) -> Tensor:
-    """The keys that all rows of a block keep, rising; then, as large numbers, the others."""
+    """The lists in a fixed order: full keys ascending; then, as large numbers, the others."""
     slot = torch.arange(selection.idx.shape[-1], device=selection.idx.device)
     partial = (slot >= selection.full[..., None]).long() << 40
     keys = selection.idx + partial

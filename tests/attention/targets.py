@@ -33,7 +33,7 @@ class Target:
         family: which of the kernels' tile shapes run, for a report; None where there are none.
         env: variables that must be set before the process starts.
         dtypes: the dtypes of query, key and value that it takes.
-        share: every how many-th case runs, unless DMATTN_TEST_SHARE says otherwise.
+        share: one case in so many runs, unless DMATTN_TEST_SHARE says otherwise.
         repeats: whether an earlier row runs the same backend. Then only what the tests mark as
             `each_family` runs again.
         plugin: a module to import first, which registers the backend; None for those of dmattn.
@@ -42,10 +42,10 @@ class Target:
         most_scores: likewise, problems of more pairs of a row and a key, over all heads.
         any_strides: whether head_dim of query, key and value may lie in any direction. The compiled
             kernels refuse all but the innermost one.
-        poison: whether fresh buffers are filled with NaN and given margins, see poison.py. Not
-            where torch itself computes: it asserts that its buffers start where their memory does.
+        poison: whether fresh buffers are filled with NaN and given margins, see poison.py. False if
+            torch itself computes, since it asserts that its buffers start where their memory does.
         seconds: what a test may take in the GPU suite, beside all others, before it counts as hung.
-        workers: for each process that another target has in the GPU suite, how many this one has.
+        workers: how many processes it has in the GPU suite for each process of another target.
     """
 
     name: str
@@ -91,14 +91,14 @@ def _cuda(family: str, share: int = 1, repeats: bool = False) -> Target:
     )
 
 
-# For backends that form all scores at once: more of them change nothing but the time they take.
+# The limit of backends that form all scores at once: larger problems would only take more time.
 _MOST_FORMED = 10_000_000
 
 TARGETS = {
     row.name: row
     for row in (
         _cuda("sm90"),
-        # All that the row above runs too, but for the dense forward.
+        # The row above runs these kernels, too, except for the dense forward.
         _cuda("sm80", share=4, repeats=True),
         _cuda("sm89", repeats=True),
         Target("cpu", None, "cpu", dtypes=(*HALF, "f32", "f64"), share=20),
@@ -168,7 +168,7 @@ def target() -> Target:
 
 
 def share() -> int:
-    """Every how many-th case runs."""
+    """One case in so many runs."""
     return int(os.environ.get(SHARE_VARIABLE, target().share))
 
 

@@ -29,7 +29,7 @@ def test_broadcast(shape: str, head_dim: int, dtype: str, f32: bool) -> None:
 @pytest.mark.parametrize("shape", ["bhqk", "bkqk", "1hqk", "b1qk", "11qk"])
 @pytest.mark.parametrize("seqlen_k", [120, 1032])
 def test_rows_on_16_bytes(shape: str, seqlen_k: int, head_dim: int, dtype: str) -> None:
-    """More rows than keys and fewer, causal and not; keys that end within a tile, and within 64."""
+    """More rows than keys and fewer, causal and not; no number of keys is a multiple of 64."""
     case = Case(300, seqlen_k, bias=shape, head_dim=head_dim, dtype=dtype, dlse=True)
     check(case)
     check(case.with_(bias_fill="some_minus_inf", causal=True))
@@ -38,7 +38,7 @@ def test_rows_on_16_bytes(shape: str, seqlen_k: int, head_dim: int, dtype: str) 
 @pytest.mark.parametrize("shape", OPERAND_SHAPES)
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_broadcast_with_masks(shape: str, head_dim: int) -> None:
-    """Beside a dense mask, beside a key mask (gathered), causal both times."""
+    """Beside a dense mask, and beside a key mask (keys are gathered), causal both times."""
     check(Case(210, 131, bias=shape, mask="b1qk", causal=True, head_dim=head_dim))
     check(Case(210, 331, bias=shape, mask="bk1k", causal=True, head_dim=head_dim, dlse=True))
 
@@ -47,8 +47,8 @@ def test_broadcast_with_masks(shape: str, head_dim: int) -> None:
 @pytest.mark.parametrize("f32", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 200])
 def test_rows_beside_a_mask_of_keys(fill: str, f32: bool, head_dim: int) -> None:
-    """Read in tiles, of which the mask hides all keys, some or none; for the heads of a group and
-    for each of them."""
+    """The bias is read in tiles, in which the mask hides all keys, some or none. Bias and mask are
+    shared by the heads of a group, or by all heads, or each head has its own."""
     case = Case(150, 519, 3, 4, 2, head_dim, mask="b11k", mask_fill=fill, bias="1hqk", dlse=True)
     case = case.with_(bias_f32=f32)
     check(case)
@@ -78,7 +78,7 @@ def test_entries_with_masks(fill: str, mask: str, head_dim: int) -> None:
 @pytest.mark.parametrize("shape", ["bhqk", "bk1k", "1hq1"])
 @pytest.mark.parametrize("f32", [False, True])
 def test_gradients_stay_finite(fill: str, shape: str, f32: bool) -> None:
-    """Rows of finfo.min with a gradient on them: see cases._silence_coarse_rows."""
+    """Rows of finfo.min get output gradients, unlike in other tests: cases._silence_coarse_rows."""
     problem = build(Case(133, 150, bias=shape, bias_fill=fill, bias_f32=f32, dlse=True))
     problem = problem.with_(dout=torch.ones_like(problem.dout))
     for name, value in run(problem).items():
@@ -96,7 +96,7 @@ def test_layout(layout: str, shape: str, f32: bool) -> None:
 
 
 def test_kernels_read_any_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What callers of the kernel library may pass on CUDA, where this package makes a copy."""
+    """Layouts that callers of the kernel library may pass on CUDA; this package would copy them."""
     monkeypatch.setattr(attention, "_as_kernels_read", lambda problem, backward: problem.bias)
     for layout in ("transposed", "keys_outermost", "every_third_key"):
         case = Case(150, 199, bias="bhqk", operand_layout=layout, causal=True)
@@ -116,9 +116,9 @@ def test_odd_row_pitch(seqlen_k: int, shape: str, head_dim: int) -> None:
 @pytest.mark.parametrize("seqlen_k", [1, 63, 129, 262])
 @pytest.mark.parametrize("head_dim,dtype", [(64, "f16"), (128, "bf16"), (256, "bf16")])
 def test_rows_that_start_anywhere(seqlen_k: int, layout: str, head_dim: int, dtype: str) -> None:
-    """Beside a mask and without, of each shape; fewer rows than a tile has, and more than 1024.
+    """Biases of several shapes, with a mask and without, with their gradient and without.
 
-    With the gradient of the bias and without.
+    There are fewer rows than a tile has, or more than 1024.
     """
     case = Case(1, seqlen_k, bias="bhqk", operand_layout=layout, head_dim=head_dim, dtype=dtype)
     check(case.with_(seqlen_q=130, mask="b1qk", bias_fill="some_minus_inf"))
@@ -144,7 +144,7 @@ def test_dbias_sums_over_many_rows(head_dim: int, deterministic: bool) -> None:
 def test_fixed_order_of_any_number_of_keys(
     f32: bool, head_dim: int, shape: str, seqlen_k: int
 ) -> None:
-    """Rows of the bias, and of its gradient, are given room to start on 16 bytes, or are not."""
+    """Rows of the bias, and of its gradient, are padded to start on 16 bytes, or they are not."""
     case = Case(200, seqlen_k, 2, 2, 2, head_dim, bias=shape, bias_f32=f32, deterministic=True)
     check(case)
     check(case.with_(seqlen_q=1100, nheads=4, causal=True, bias_fill="some_minus_inf"))

@@ -1,7 +1,8 @@
 """Gradients of all inputs where a bias or a dense mask changes the scores.
 
-The backward for Hopper takes rows that are few, or keys that fill the GPU; other calls split the
-rows of a head, which other kernels do. Rows of a dense bias start on 16 bytes, as it wants them.
+The backward for Hopper takes calls with few rows, or with enough keys to fill the GPU. In other
+calls the rows of a head are split, which other kernels compute. Rows of a dense bias start on 16
+bytes here, as the backward for Hopper needs them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ pytestmark = [pytest.mark.each_family, pytest.mark.cuda, pytest.mark.every_case]
 # Eight blocks of 64 rows, the last one short; keys end within a block.
 SHORT = Case(500, 520, 2, 4, 4)
 GROUPS = Case(250, 680, 2, 8, 4)
-# More than 32 blocks of rows, whose states are read at once, and of keys nearly as many as SMs.
+# More than 32 row blocks, whose states are read 32 at a time, and nearly as many key blocks as SMs.
 LONG = Case(2200, 1704, 1, 8, 8)
 HEAD_DIMS_AND_DTYPES = [
     (head_dim, dtype) for head_dim in (64, 128, 192, 256) for dtype in ("bf16", "f16")
@@ -43,7 +44,7 @@ BIASES = [
     SHORT.with_(bias="1h1k", bias_f32=True, bias_fill="some_minus_inf"),
     LONG.with_(bias="111k", bias_fill="some_lowest"),
 ]
-# What shares a bias is so much that on Hopper two heads, or batches, have a thread block together.
+# So many heads or batch entries share a bias that on Hopper two of them share a thread block.
 MANY = Case(130, 680, 2, 16, 16)
 PAIRS = [
     MANY.with_(bias="1hqk"),

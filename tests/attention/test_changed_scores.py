@@ -1,7 +1,8 @@
-"""Forwards whose scores a bias, a dense mask or softcap change, of rows that fill a large GPU.
+"""Forwards in which a bias, a dense mask or softcap changes the scores, of many rows.
 
-With many keys and few rows a call may split the keys of a row instead, which other kernels do.
-Rows of a dense bias start on 16 bytes, as the kernels for Hopper want them.
+The rows are enough to fill a large GPU. In calls with many keys and few rows, the keys of a row may
+be split instead, which other kernels compute. Rows of a dense bias start on 16 bytes here, as the
+kernels for Hopper need them.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def test_head_dims_between_tiles(case: Case, head_dim: int) -> None:
 @pytest.mark.parametrize("fill", BIAS_FILLS)
 @pytest.mark.parametrize("dtype, f32", [("bf16", False), ("f16", False), ("bf16", True)])
 def test_key_bias_of_many_rows(fill: str, dtype: str, f32: bool) -> None:
-    """On Hopper the tensor cores add it tile by tile, unless some of the tile's is large."""
+    """On Hopper the tensor cores add the bias tile by tile, unless a tile has large entries."""
     many = Case(1100, 700, 2, 10, 5, bias="bk1k", bias_fill=fill, bias_f32=f32, dtype=dtype)
     check(many.with_(wants="", dlse=True))
     check(many.with_(wants="", seqlen_k=1031, causal=True, head_dim=40))
@@ -81,13 +82,13 @@ def test_key_bias_of_many_rows(fill: str, dtype: str, f32: bool) -> None:
 @pytest.mark.parametrize("scale", [1e-4, 0.02, 30.0, 1e4])
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 def test_key_bias_beside_a_scale(dtype: str, scale: float) -> None:
-    """It is divided by the scale first: up to what 16 bits have room for, and far less."""
+    """The bias is divided by the scale first: it gets as large as 16 bits can hold, or tiny."""
     check(Case(1100, 700, 2, 10, 5, bias="bk1k", dtype=dtype, scale=scale, wants=""))
 
 
 @pytest.mark.parametrize("f32", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_few_rows_and_few_keys(head_dim: int, f32: bool) -> None:
-    """Keys that are too few to be split: more of them than rows, and fewer."""
+    """Too few keys to be split: more keys than rows, and fewer."""
     check(Case(70, 328, 2, 2, 1, head_dim, bias="1kqk", bias_f32=f32, mask="b1qk", wants=""))
     check(Case(150, 40, 2, 2, 1, head_dim, bias="bhqk", bias_f32=f32, causal=True, wants=""))

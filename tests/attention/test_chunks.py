@@ -1,4 +1,4 @@
-"""Backward calls whose fp32 sums are large beside q, k and v: in several rounds of launches."""
+"""Backwards in several rounds of launches, since their fp32 sums are large beside q, k and v."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ CASES = [
     GROUP.with_(bias="", softcap=10.0),
     GROUP.with_(bias="", nheads=83, head_dim=64, causal=False),
     GROUP.with_(bias="", nheads=24, head_dim=256),
-    # Items of single heads; rounds have 12 and 11 of them.
+    # Items are single heads; the rounds have 12 and 11 of them.
     GROUP.with_(seqlen_q=1000, seqlen_k=1000, nheads=23, bias="bh1k"),
     GROUP.with_(seqlen_q=1000, seqlen_k=1000, nheads=23, bias="1h1k", head_dim=200),
 ]
-# One round, but so few blocks of keys that these fall into parts: of the heads, and of their rows.
+# One round, but so few key blocks that each is divided into parts: by heads, and by their rows.
 PARTS = [
     Case(1300, 1300, 1, 2, 1, 128, causal=True),
     Case(1700, 1290, 1, 1, 1, 64, causal=True, softcap=10.0),
@@ -86,7 +86,7 @@ def test_packed(
     check_packed(case.with_(**operands, deterministic=deterministic), LENGTHS)
 
 
-# Interval lists: each round has at least eight blocks for each SM, and saves 64 MiB.
+# Lists of intervals: each round has at least eight blocks for each SM, and saves 64 MiB.
 WINDOWED = [
     Case(1024, 1024, 2, 24, 24, 128, causal=True, bias="bk1k"),
     Case(1000, 1000, 1, 48, 48, 128, causal=True, bias="bk1k", dlse=True),
@@ -105,7 +105,7 @@ def test_window(case: Case, deterministic: bool) -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_rows_of_one_kv_head(deterministic: bool) -> None:
-    """Too long for the oracle: against calls for two of the heads each, which need no rounds."""
+    """Too long for the oracle: compared with calls of two heads each, which need no rounds."""
     problem = build(Case(20_000, 20_000, 1, 12, 1, 128, causal=True, bias="bk1k"))
     whole = run(problem, deterministic, window_size=2048)
     pairs = [
@@ -118,8 +118,9 @@ def test_rows_of_one_kv_head(deterministic: bool) -> None:
         other = (
             torch.stack(parts).sum(0) if dim_of_heads is None else torch.cat(parts, dim_of_heads)
         )
-        # Sums of the same products in another order, rounded once, or of keys once for each of six
-        # pairs, each 2**-9 of what is on average 1/sqrt(6) of the sum: two last places of bfloat16.
+        # The same products are summed in another order and rounded once. Gradients of keys are
+        # rounded once for each of six pairs, each by 2**-9 of what is on average 1/sqrt(6) of the
+        # sum. The limit is two units in the last place of bfloat16.
         error = (found.double() - other).abs().amax() / other.abs().amax()
         assert float(error) <= 2**-7, f"{name}: {float(error)}"
     if deterministic:
@@ -134,7 +135,7 @@ ROW_ROUNDS = [
     (Case(33_000, 33_000, 1, 8, 1, 72, causal=True, bias="bk1k", dtype="f16"), 1024),
     (Case(20_000, 20_000, 1, 12, 1, 128, causal=True, bias="bk1k", wants="qkv", dlse=True), 2048),
     (Case(33_000, 33_000, 1, 4, 1, 256, causal=True, bias="bk1k"), 2048),
-    # Lists of single heads, whose launches go on with the sums in each round.
+    # Lists of single heads: in each round their launches go on with the sums.
     (Case(33_000, 33_000, 1, 4, 1, 256, causal=True, bias="bh1k"), 256),
     (Case(66_001, 66_001, 1, 4, 2, 64, causal=True, bias="bh1k"), 2048),
 ]
@@ -142,13 +143,13 @@ ROW_ROUNDS = [
 
 @pytest.mark.parametrize("case, window", ROW_ROUNDS, ids=case_id)
 def test_sums_of_keys_go_on_through_rounds_of_rows(case: Case, window: int) -> None:
-    """In a fixed order, on Hopper: each round leaves what it has of keys that the next one sees.
-    Against sums in any order, and bit for bit the same each time."""
+    """Sums in a fixed order. On Hopper each round leaves its partial sums for the keys that the
+    next round sees. Compared with sums in any order; and bit for bit the same each time."""
     problem = build(case)
     found = run(problem, True, window_size=window)
     free = run(problem, False, window_size=window)
     for (name, a), (_, b) in zip(found.items(), free.items(), strict=True):
-        # Of each key and row by itself: those that are seen for a short time have the least.
+        # For each key and row by itself: keys that few rows see have the smallest gradients.
         rows = (b if name in ("out", "dq", "dk", "dv") else b.unsqueeze(-1)).double()
         error = (a.view_as(rows).double() - rows).norm(dim=-1)
         size = rows.norm(dim=-1)

@@ -1,4 +1,4 @@
-"""Few query rows over long caches: keys are split among thread blocks, results merged."""
+"""Few query rows over long caches: keys are split between thread blocks, and results merged."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_few_rows_with_operands(case: Case) -> None:
 @pytest.mark.parametrize("f32", [False, True])
 @pytest.mark.parametrize("mask", ["", "b11k", "bk1k", "bh1k", "bhqk"])
 def test_one_row_packs_its_heads(shape: str, f32: bool, mask: str) -> None:
-    """With one query a head, the heads of a group become the rows of one block."""
+    """With one query per head, the heads of a group become the rows of one row block."""
     check(Case(1, 777, 2, 8, 2, 128, bias=shape, bias_f32=f32, mask=mask, causal=True, dlse=True))
 
 
@@ -100,7 +100,7 @@ def test_parts_without_keys(mask_fill: str, shape: str) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("ratio", [1, 7, 16, 40])
 def test_groups_of_any_size(ratio: int, head_dim: int) -> None:
-    """A block has 16 rows: the heads of large groups are in several."""
+    """A row block has 16 rows, so that the heads of large groups are in several."""
     check(Case(1, 4000, 2, 2 * ratio, 2, head_dim, bias="bk1k", dlse=True))
 
 
@@ -108,7 +108,7 @@ def test_groups_of_any_size(ratio: int, head_dim: int) -> None:
 @pytest.mark.parametrize("ratio", [1, 4, 7, 9])
 @pytest.mark.parametrize("seqlen_k", [300, 700, 1100, 2300, 4200, 8200])
 def test_any_number_of_splits(seqlen_k: int, ratio: int, head_dim: int) -> None:
-    """A warp each for few rows, of at most 32 splits, which are 2 to 64 on an H200."""
+    """2 to 64 splits on an H200: the lanes of a warp share them, above 32 with several each."""
     check(Case(1, seqlen_k, 1, ratio, 1, head_dim, wants=""))
     check(Case(1, seqlen_k, 1, 2 * ratio, 2, head_dim, mask="bk1k", bias="bk1k", wants=""))
 
@@ -123,7 +123,7 @@ TOKENS = [
 
 @pytest.mark.parametrize("case", [_where(case) for case in TOKENS])
 def test_tokens_and_heads_of_a_group_together(case: Case) -> None:
-    """They are the rows of one or two blocks, or too many for that; some see no key."""
+    """The tokens of a group's heads are one or two row blocks, or too many; some see no key."""
     check(case)
     check(replace(case, mask="bk1k", bias="bk1k", dlse=True))
     check(replace(case, mask="b11k", mask_fill="prefix", causal=False))
@@ -139,7 +139,7 @@ GROUPS = [
 
 @pytest.mark.parametrize("case", [_where(case) for case in GROUPS])
 def test_rows_of_a_group_together(case: Case) -> None:
-    """Of so many tokens, the rows of a group's heads may be those of one head."""
+    """With so many tokens, the rows of a group's heads may be computed as if of one head."""
     check(case)
     check(replace(case, causal=False))
 
@@ -154,7 +154,7 @@ def test_tokens_with_their_gradients(shape: str) -> None:
 
 @pytest.mark.parametrize("seqlen_q", [1, 5])
 def test_splits_are_summed_in_their_order(seqlen_q: int) -> None:
-    """Whichever block ends last: the same bits again and again."""
+    """The same bits each time, whichever thread block ends last."""
     problem = build(Case(seqlen_q, 9000, 2, 8, 2, 128, bias="bk1k", causal=True, wants=""))
     first = run(problem)
     for _ in range(times(30)):

@@ -75,13 +75,13 @@ def test_one_document_is_no_document() -> None:
     packed = dmattn.select_keys(scores, 200, cu_seqlens=bounds_tensor([0, 0, 900, 900]))
     for name in ("end", "count", "full"):
         assert torch.equal(getattr(plain, name), getattr(packed, name)), name
-    # Which of the keys that all rows of a block keep come first is left open.
+    # The order of the full keys in a list is left open.
     assert torch.equal(sorted_lists(plain), sorted_lists(packed))
 
 
 LONG = [
     [0, 40_000],
-    [0, 8192, 16_384, 16_384, 24_576, 32_768, 40_000],  # at the positions of the sets
+    [0, 8192, 16_384, 16_384, 24_576, 32_768, 40_000],  # multiples of 8192, where the sets are
     [0, 8191, 8193, 24_577, 33_000, 40_001],
     [0, 30, 33_333, 33_400, 33_401, 41_234],
     [*range(0, 40_900, 37), 41_000],
@@ -93,7 +93,10 @@ LONG = [
 @pytest.mark.parametrize("window", [40, 1024, 9000])
 @pytest.mark.parametrize("bounds", LONG, ids=lambda x: f"{len(x) - 1}of{x[-1]}")
 def test_long_selection(bounds: list[int], window: int) -> None:
-    """Through the sets in front of blocks: the same as a selection of each document alone."""
+    """The same as a selection of each document alone, for texts long enough for sets.
+
+    A set has the best keys in front of a multiple of 8192: see docs/kernels/selection.md.
+    """
     seqlen = bounds[-1]
     scores = make_scores("tied" if window == 40 else "random", 1, 2, seqlen)
     selection = dmattn.select_keys(scores, window, cu_seqlens=bounds_tensor(bounds))
@@ -168,7 +171,7 @@ def test_attention(case: Case, window: int, deterministic: bool) -> None:
 @pytest.mark.default_backend
 @pytest.mark.cuda
 def test_graph_with_other_documents_at_each_replay() -> None:
-    """The boundaries are read on the device, and nothing on the host."""
+    """The boundaries are read on the device, and not on the host."""
     scores, bounds = make_scores("random", 1, 2, 600), bounds_tensor([0, 100, 350, 600])
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -187,7 +190,7 @@ def test_graph_with_other_documents_at_each_replay() -> None:
 @pytest.mark.default_backend
 @pytest.mark.cuda
 def test_host_does_not_wait() -> None:
-    """Work that the host waits for raises in this mode."""
+    """In this debug mode of torch, an operation that makes the host wait raises an error."""
     scores, bounds = make_scores("random", 1, 2, 600), bounds_tensor([0, 100, 350, 600])
     end = dmattn.select_keys(scores, 70, cu_seqlens=bounds).end
     mode = torch.cuda.get_sync_debug_mode()
@@ -208,7 +211,7 @@ def test_host_does_not_wait() -> None:
 @pytest.mark.default_backend
 @pytest.mark.parametrize("window", [None, 40])
 def test_ready_made_documents(window: int | None) -> None:
-    """From boundaries, and from ids that differ between rows, with padding: as from a list."""
+    """Boundaries as a tensor, and ids that differ between rows, with padding, do what lists do."""
     rows = [[0, 100, 350, 600], [0, 1, 128, 599, 600]]
     lengths = [[b - a for a, b in pairwise(bounds)] for bounds in rows]
     ids = torch.stack(
@@ -230,7 +233,7 @@ def test_ready_made_documents(window: int | None) -> None:
 @pytest.mark.default_backend
 @pytest.mark.cuda
 def test_a_compiled_graph_serves_all_lengths() -> None:
-    """Short ones too, for which it makes a list more than there are blocks of rows."""
+    """Short ones, too, for which the graph makes one list more than there are row blocks."""
 
     def attend(q: Tensor, bias: Tensor) -> Tensor:
         selection = dmattn.select_keys(bias, 40)
@@ -306,7 +309,7 @@ def test_lists(kind: str, reach: int | None, seqlen_q: int, seqlen_k: int) -> No
 @pytest.mark.parametrize("kind", ["random", "few long", "all"])
 @pytest.mark.parametrize("seqlen_k", [4097, 9001])
 def test_long_lists(kind: str, seqlen_k: int) -> None:
-    """Past runs of keys that have left; a few blocks, against the intervals themselves."""
+    """Lists behind long runs of keys that have left: a few blocks, compared with the intervals."""
     end = draw_end(kind, seqlen_k, None)
     selection = dmattn.KeySelection.from_intervals(end)
     key = torch.arange(seqlen_k, device=end.device)
@@ -342,7 +345,7 @@ def test_lists_that_do_not_fit_are_empty() -> None:
 @pytest.mark.default_backend
 @pytest.mark.parametrize("window", [1, 100, 5000])
 def test_ready_made_selections(window: int) -> None:
-    """On the device as on the CPU, in every tensor."""
+    """Every tensor is the same on the device as on the CPU."""
     bounds = [0, 100, 101, 3000, 3000, 4700]
     device = target_device()
     for here, there in (

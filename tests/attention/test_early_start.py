@@ -1,4 +1,4 @@
-"""Kernels that are launched before the one in front of them has ended."""
+"""Kernels that are launched before the previous kernel has ended."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import dmattn
 
 pytestmark = pytest.mark.cuda
 
-# Chains of the shortest kernels there are, one behind the other and each in memory that the one
-# before has just given back. Prints what all of them computed.
+# A program with chains of the shortest kernels there are, one after the other, each in memory that
+# the previous one has just given back. Prints a hash of all that they computed.
 PROGRAM = """
 import hashlib
 import torch
@@ -46,8 +46,9 @@ for _ in range(10):
 print(found.hexdigest())
 """
 
-# Drafts, which read queries and entries before the kernel in front of theirs has ended: both are
-# written by the kernels right before it, and the entries again by the commit behind.
+# A program with drafts, whose kernel reads queries and entries before the previous kernel has
+# ended. Both are written by the kernels right before that one, and entries again by the commit
+# behind the draft.
 DRAFTS = """
 import hashlib
 import torch
@@ -105,7 +106,7 @@ def test_250_chains_are_as_if_each_kernel_had_its_turn(program: str) -> None:
 
 
 def test_captured_on_two_streams() -> None:
-    """Behind kernels of others, behind an event of another stream, and beside such kernels."""
+    """Selections behind kernels of torch, behind another stream's event, and beside that stream."""
     generator = torch.Generator("cuda").manual_seed(1)
     first = torch.randn((1, 4, 1, 3000), device="cuda", generator=generator)
     second = torch.randn((2, 2, 1, 40000), device="cuda", generator=generator)

@@ -15,7 +15,7 @@ from attention.targets import on_cuda, target
 
 pytestmark = pytest.mark.each_family
 
-# How batch 0 comes to keep nothing; with causality it is the first rows of every batch.
+# What makes the rows of batch entry 0 keep nothing; with causality, the first rows of every entry.
 HOW: dict[str, dict[str, Any]] = {
     "key mask": {"mask": "b11k"},
     "row mask": {"mask": "b1q1"},
@@ -52,7 +52,10 @@ def test_rows_without_keys(how: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("mask", ["b1qk", "bhqk"])
 def test_what_is_sent_back_to_them_does_not_matter(mask: str) -> None:
-    """Arithmetic with lse = -inf sends NaN back. CUDA kernels multiply by dout, so not there."""
+    """Their gradients may be NaN, as by arithmetic with lse = -inf.
+
+    CUDA kernels multiply by dout, so there only the gradient of lse is NaN.
+    """
     problem = build(Case(70, 90, mask=mask, bias="bhqk", dlse=True))
     assert problem.mask is not None and problem.dlse is not None
     problem.mask[0, :, :30] = False

@@ -27,7 +27,8 @@ def _tensors() -> dict[str, Any]:
     }
 
 
-# what is wrong, which argument the message must name, which exception
+# What is wrong; the argument that is changed, which the message must name (or, for query, key and
+# value, another one of them); the change; the exception.
 BAD: list[tuple[str, str, Callable[[Tensor], object], type[Exception]]] = [
     ("rank 3", "query", lambda x: x[0], ValueError),
     ("rank 5", "key", lambda x: x[None], ValueError),

@@ -1,4 +1,4 @@
-"""The largest finite numbers, and constants that softmax does not see."""
+"""The largest finite numbers, and constants that cancel in the softmax."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.each_family
 @pytest.mark.parametrize("shape", ["bhqk", "111k", "1111"])
 @pytest.mark.parametrize("dtype", target().dtypes)
 def test_largest_finite_bias(dtype: str, shape: str, kind: str) -> None:
-    """It drowns the products, so that the probabilities of the highest keys are equal, exactly."""
+    """It outweighs the products, so that the keys of the highest bias have equal probabilities."""
     seqlen_k = 600
     case = Case(20, seqlen_k, dtype=dtype, bias=shape, bias_f32=dtype == "f16", dlse=False)
     problem = build(case)
@@ -47,7 +47,7 @@ def test_largest_finite_bias(dtype: str, shape: str, kind: str) -> None:
 
 @pytest.mark.parametrize("offset", [1e4, -1e4, 1e8])
 def test_constant_in_the_bias_changes_nothing(offset: float) -> None:
-    """Softmax does not see it; the backward must not see it through a rounded lse either."""
+    """It cancels in the softmax, and must not reach the backward by a rounded lse either."""
     problem = build(Case(20, 700, bias="1111", bias_f32=True, wants="qkv"))
     # Multiples of 1/16 and a scale of 1/4: their sums with 1e4 are exact in float32.
     q, k = ((4 * x).round() / 4 for x in (problem.q, problem.k))
@@ -65,7 +65,7 @@ def test_constant_in_the_bias_changes_nothing(offset: float) -> None:
 
 @pytest.mark.parametrize("offset", [1e8, -1e8])
 def test_constant_in_bias_and_sinks_changes_nothing(offset: float) -> None:
-    """Nor may a sink be weighed against a rounded lse."""
+    """A sink must not be compared with a rounded lse."""
     case = Case(20, 300, bias="1111", bias_f32=True, sinks="normal", sinks_f32=True, wants="qkvs")
     problem = build(case).with_(softmax_scale=0.0)
     assert problem.bias is not None and problem.sinks is not None
@@ -88,7 +88,7 @@ def test_constant_in_bias_and_sinks_changes_nothing(offset: float) -> None:
 @pytest.mark.parametrize("dtype", target().dtypes)
 @pytest.mark.parametrize("shape", ["bhqk", "bk1k"])
 def test_bias_of_minus_infinity_is_a_mask(shape: str, dtype: str) -> None:
-    """Judged as the mask that it amounts to; its own gradient is zero there."""
+    """Compared with the oracle for the equal mask; the gradient of such entries is zero."""
     problem = build(Case(70, 90, mask=shape, bias=shape, dtype=dtype, dlse=True))
     assert problem.mask is not None and problem.bias is not None
     hidden = problem.bias.masked_fill(~problem.mask, -math.inf)
@@ -99,7 +99,7 @@ def test_bias_of_minus_infinity_is_a_mask(shape: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", target().dtypes)
 def test_tiny_and_huge_numbers(dtype: str) -> None:
-    """Entries of q and k as large as the dtype allows products of, or next to nothing."""
+    """Entries of q from 1e-4 to some hundreds, and so logits from next to nothing to thousands."""
     for size in (1e-4, 30.0, 200.0):
         problem = build(Case(40, 150, scale=1.0, dtype=dtype))
         problem = problem.with_(q=(problem.q * size).to(DTYPES[dtype]))
@@ -109,12 +109,13 @@ def test_tiny_and_huge_numbers(dtype: str) -> None:
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192])
 @pytest.mark.parametrize("dtype", target().dtypes)
 def test_products_near_the_limits_of_float32(dtype: str, head_dim: int) -> None:
-    """Keys that lie where the row does have logits of 5.8e7 and 6.4e7, all others zero.
+    """A row's logits are 5.8e7, or 6.4e7, for keys with the same nonzero entry, and 0 for others.
 
-    A maximum times log2(e) in float32 is off by up to four then, by 2.7 and 1.4 here: kernels that
-    subtract it have exponentials of 6.5 and 2.6, which only their sum brings back to 1.
+    The product of the maximum and log2(e) is then off by up to four in float32, here by 2.7 and
+    1.4: kernels that subtract it get exponentials of 6.5 and 2.6 instead of 1, which only the
+    division by their sum corrects.
     """
-    for size in (7648.0, 8000.0):  # both dtypes of 16 bits have them, and float32 their squares
+    for size in (7648.0, 8000.0):  # exact in 16 bits, and their squares in float32
         problem = build(Case(200, 500, 1, scale=1.0, dtype=dtype, head_dim=head_dim, wants=""))
         q, k = torch.zeros_like(problem.q), torch.zeros_like(problem.k)
         rows = torch.arange(q.shape[1], device=q.device) % head_dim

@@ -1,8 +1,8 @@
-"""Few blocks of rows over many keys: on a large GPU each has its keys in shares.
+"""Few row blocks over many keys: on a large GPU the keys of each are divided into shares.
 
-On Hopper whatever changes the scores has kernels of its own, most of them with a twin for shares,
-and lists have, too. Which tiles a call has depends on how many rows it has, and so few blocks come
-both ways: few rows of some heads, and many rows of few heads.
+On Hopper there are separate kernels for whatever changes the scores, most of them with a second
+version for shares; so there are for lists. The tiles of a call depend on its number of rows, so few
+row blocks are tested in both ways: few rows of some heads, and many rows of few heads.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ KINDS = [
 @pytest.mark.parametrize("shape", [FEW, MANY], ids=case_id)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: case_id(FEW.with_(**kind)))
 def test_kinds(kind: dict[str, object], shape: Case, head_dim: int) -> None:
-    """Also the gradients, which have to find the log-sum-exps and what is left of them."""
+    """Also the gradients, which need the log-sum-exps and what rounding has dropped from these."""
     check(shape.with_(**kind, head_dim=head_dim, dlse=True))
 
 
@@ -57,7 +57,7 @@ def test_kinds(kind: dict[str, object], shape: Case, head_dim: int) -> None:
 @pytest.mark.parametrize("shape", [FEW, MANY], ids=case_id)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: case_id(FEW.with_(**kind)))
 def test_causal(kind: dict[str, object], shape: Case, head_dim: int) -> None:
-    """Blocks of rows see unequal numbers of keys, and some shares none."""
+    """Row blocks see unequal numbers of keys, and some shares have none."""
     check(shape.with_(**kind, head_dim=head_dim, causal=True, dtype="f16", wants=""))
 
 
@@ -66,7 +66,7 @@ def test_causal(kind: dict[str, object], shape: Case, head_dim: int) -> None:
 @pytest.mark.parametrize("bias", ["11qk", "1hqk", "bk1k"])
 @pytest.mark.parametrize("rows", [300, 2000])
 def test_biases_of_any_number_of_keys(rows: int, bias: str, head_dim: int, odd: int) -> None:
-    """Rows of a bias that do not start on 16 bytes come in another way."""
+    """Rows of a bias that do not start on 16 bytes are loaded in another way."""
     check(Case(rows, odd, 1, 2, 2, head_dim, bias=bias))
 
 
@@ -84,7 +84,7 @@ def test_lists(rows: int, heads: int, head_dim: int) -> None:
 
 @pytest.mark.parametrize("seed", seeds(200))
 def test_random(seed: int) -> None:
-    """As many blocks as a GPU has SMs, at most."""
+    """Cases with at most as many row blocks as a GPU has SMs."""
     draw = random.Random(seed)
     case = random_case(seed).with_(
         seqlen_q=draw.choice((130, 300, 1030, 1500, 2047)),

@@ -1,4 +1,4 @@
-"""Gradients asked for in every combination, and what is not asked for staying None."""
+"""Every combination of gradients that are asked for; those that are not asked for stay None."""
 
 from __future__ import annotations
 

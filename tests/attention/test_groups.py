@@ -1,9 +1,8 @@
 """Query heads that share keys.
 
-Under causality, with more rows than stay in the L2 cache, the backward on Hopper takes blocks of
-keys two by two, the second of them with its rows from the first to the last
-(docs/kernels/backward.md).
-Heads with keys or biases of their own have launches or items of their own.
+Under causality, with more rows than stay in the L2 cache, the backward on Hopper takes key blocks
+in pairs, the second of which goes through its rows from the first to the last
+(docs/kernels/backward.md). Heads with keys or biases of their own have separate launches or items.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ GROUPS = [
     Case(1024, 1024, 8, 32, 8, 64, dlse=True),
     Case(1100, 1024, 8, 32, 8, 128, layout="heads_first"),  # rows without keys
     Case(1024, 700, 11, 48, 24, 128),  # many of them
-    Case(1400, 1400, 3, 44, 22, 128),  # 11 blocks of keys: one is by itself
+    Case(1400, 1400, 3, 44, 22, 128),  # 11 key blocks: one has no partner
     Case(1920, 1920, 8, 20, 4, 40),
 ]
 
@@ -33,7 +32,7 @@ def test_blocks_of_keys_two_by_two(case: Case) -> None:
     check(case.with_(causal=True))
 
 
-# No block of keys, one, two and more, even numbers and odd; rows without keys, and the reverse.
+# No key block, one, two and more, in even and odd numbers; rows without keys, keys without rows.
 LENGTHS = (
     *((1100, 1100), (3, 700), (0, 77), (129, 129), (1025, 900), (600, 1), (128, 128), (5, 0)),
     *((257, 257), (700, 1400), (513, 513), (0, 0), (64, 384), (1, 1), (640, 640)),
@@ -49,8 +48,8 @@ def test_those_of_packed_sequences(head_dim: int, dtype: str, nheads: int, nhead
     check_packed(case, 3 * LENGTHS)
 
 
-# Head ratios, head dimensions, lengths around blocks of rows and of keys, and other numbers of rows
-# than of keys.
+# Several head ratios and head dimensions, lengths around multiples of row blocks and key blocks,
+# and unequal numbers of rows and keys.
 SINGLE_HEADS = [
     Case(700, 700, 2, 12, 3, 64, causal=True, dlse=True),
     Case(513, 513, 1, 10, 2, 128, "f16", causal=True),

@@ -1,4 +1,4 @@
-"""Head dimensions, head ratios and dtypes, each with the features that take other paths."""
+"""Head dimensions, head ratios and dtypes, each with features that take different code paths."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FEATURES = {
 @pytest.mark.parametrize("head_dim", [8, 40, 64, 72, 96, 128, 160, 192, 256, 5, 20, 80])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_head_dim(feature: str, head_dim: int, dtype: str) -> None:
-    """On CUDA 5 and 20 are padded before the kernels see them; the others they take as they are."""
+    """On CUDA 5 and 20 are padded before the kernels get them; the others they take directly."""
     check(FEATURES[feature].with_(seqlen_q=150, seqlen_k=197, head_dim=head_dim, dtype=dtype))
 
 
@@ -87,7 +87,7 @@ def test_softcap_far_above_the_logits(bias: str, head_dim: int, softcap: float) 
 @pytest.mark.parametrize("scale", [0.5, 0.0, -0.2])
 @pytest.mark.parametrize("softcap", [0.5, 50.0])
 def test_softcap_alone(softcap: float, scale: float, head_dim: int) -> None:
-    """Without a bias: on Hopper by kernels of its own."""
+    """Without a bias, softcap has kernels of its own on Hopper."""
     for logits in (0.3, 40.0):
         case = Case(300, 270, scale=scale, softcap=softcap, head_dim=head_dim, logits=logits)
         check(case.with_(nheads=4, nheads_k=2, causal=True))
@@ -96,7 +96,7 @@ def test_softcap_alone(softcap: float, scale: float, head_dim: int) -> None:
 @pytest.mark.parametrize("key", [4, 5, 6, 7])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_softcap_of_nan_is_nan(head_dim: int, key: int) -> None:
-    """Rows that see the key; on Hopper neighbouring scores have their tanh by other formulas."""
+    """Rows that see a key of NaN; on Hopper neighbouring scores get tanh by different formulas."""
     problem = build(Case(140, 140, softcap=5.0, causal=True, head_dim=head_dim, wants=""))
     problem.k[:, key] = float("nan")
     out = run(problem).out

@@ -53,7 +53,7 @@ def test_hidden_keys_beside_a_selection(kind: str, rows: int, mask: str) -> None
 
 
 def test_padding_beside_a_selection() -> None:
-    """As a tokenizer gives it: (B, Sk), of integers."""
+    """Integers of shape (B, Sk), as a tokenizer gives them."""
     problem = build(CASE.with_(mask="b11k", mask_fill="prefix", wants=""))
     selection = selections(problem)["sliding"]
     assert problem.mask is not None
@@ -77,7 +77,7 @@ def test_without_causality(mask: str) -> None:
 )
 @pytest.mark.parametrize("rows", ROWS[:3])
 def test_rows_of_their_own_beside_a_selection(rows: int, mask: str, bias: str) -> None:
-    """Of a mask, or of a bias that learns."""
+    """A mask, or a bias that requires a gradient, has rows of its own."""
     problem = build(CASE.with_(seqlen_q=rows, mask=mask, bias=bias))
     selection = selections(problem)["top"]
     keep = repeated(selection.to_mask(), 4)
@@ -101,7 +101,7 @@ def test_rows_of_their_own_in_a_window(mask: str, bias: str, causal: bool, windo
 
 @pytest.mark.parametrize("window", [3, 300])
 def test_nan_is_never_kept(window: int) -> None:
-    """By rows with scores of their own, whether all keys are within the window or not."""
+    """Rows have scores of their own; all keys are within the window, or not."""
     problem = build(CASE.with_(bias="bhqk", wants="qkv"))
     assert problem.bias is not None
     nan = torch.rand(problem.bias.shape, device=problem.bias.device) < 0.2

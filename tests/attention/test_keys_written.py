@@ -1,4 +1,4 @@
-"""The event between the gradients of keys and those of queries."""
+"""The event that comes once the gradients of keys are written, before those of queries are."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CASES: dict[str, tuple[tuple[int, int, int, int, int], str, dict[str, Any]]] = {
 
 
 class _Watch(torch.autograd.Function):
-    """Copies, when an event has come and beside all else, what arrives for each input."""
+    """Copies the gradients that arrive here, on a stream that waits for nothing but the event."""
 
     @staticmethod
     def forward(ctx: Any, written: KeysWritten, found: list[Any], *given: Tensor) -> Any:
@@ -82,7 +82,7 @@ def test_a_changed_gradient_is_waited_for_like_all_else(change: str) -> None:
     written = KeysWritten(q.device)
     k.requires_grad_()
     (seen,) = _Watch.apply(written, found, k)  # type: ignore[no-untyped-call]
-    # Of the second kind the last one may get the memory of the gradient that the kernels wrote.
+    # With "twice", the last result may get the memory of the gradient that the kernels wrote.
     seen.register_hook((lambda g: g.mul_(2)) if change == "in place" else (lambda g: (g * 2) * 2))
     out = dmattn.flash_dmattn_func(q, seen, seen.detach(), is_causal=True)
     written.ask_before(out.grad_fn)

@@ -1,4 +1,4 @@
-"""Sizes at which 32-bit offsets and 16-bit grid dimensions end."""
+"""Sizes that are too large for 32-bit offsets and 16-bit grid dimensions."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def _free_gib() -> float:
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_strides_beyond_32_bits(head_dim: int) -> None:
-    """A small problem whose rows, heads and batches lie more than 2^31 elements apart."""
+    """A small problem whose batch entries lie more than 2^31 elements apart."""
     if _free_gib() < 40:
         pytest.skip("needs 40 GiB of free GPU memory")
     problem = build(Case(70, 90, 2, 4, 2, head_dim, causal=True, bias="bhqk", mask="bhqk"))
     far = torch.empty(2**31 + 2**27, dtype=problem.q.dtype, device=target_device())
 
     def spread(x: torch.Tensor, gap: int) -> torch.Tensor:
-        """Batches `gap` elements apart."""
+        """A copy of `x` whose batch entries lie `gap` elements apart."""
         view = far.as_strided(x.shape, (gap, *x[0].contiguous().stride()), 64)
         view.copy_(x)
         return view
@@ -54,10 +54,11 @@ def test_strides_beyond_32_bits(head_dim: int) -> None:
 
 
 def test_more_than_2_31_elements() -> None:
-    """q, out and dout of 2^31 + elements: the last batches are as right as any.
+    """q, out and dout of more than 2^31 elements: the last batch entries are as right as any.
 
-    Not compared with calls of their own, which are planned otherwise: where fp32 sums differ in
-    their last bit, what is rounded to 16 bits next may differ in its own.
+    They are compared with the oracle, and not with calls for single batch entries, which are
+    planned differently: if fp32 sums differ in their last bit, numbers that are rounded to 16 bits
+    next may differ in theirs.
     """
     if _free_gib() < 50:
         pytest.skip("needs 50 GiB of free GPU memory")

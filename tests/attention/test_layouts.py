@@ -43,14 +43,14 @@ def test_packed_projection() -> None:
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_last_stride_not_one(name: str) -> None:
-    """A head_dim that is not innermost is read as it lies, or refused by the argument's name."""
+    """A head_dim that is not innermost is read in place, or refused by naming the argument."""
     problem = build(Case(70, 90))
     turned = getattr(problem, name).transpose(1, 3).contiguous().transpose(1, 3)
     turned_problem = problem.with_(**{name: turned})
     if target().any_strides:
         assert_close(turned_problem, run(turned_problem))
         return
-    # Without a name, too: a slower backend that takes it does not stand in.
+    # Also if no backend is named: no slower backend that takes such tensors is used instead.
     public = {"q": "query", "k": "key", "v": "value"}[name]
     for options in (target().options(), {"backend": target().backend_name}):
         with pytest.raises(ValueError, match=f"{public}.*stride"):
@@ -58,7 +58,7 @@ def test_last_stride_not_one(name: str) -> None:
 
 
 def test_any_gradient_layout() -> None:
-    """dout comes from whatever follows: also with head_dim not innermost."""
+    """The layout of dout depends on what follows attention: head_dim may not be innermost."""
     problem = build(Case(70, 90, bias="bh1k"))
     turned = problem.dout.transpose(1, 3).contiguous().transpose(1, 3)
     problem = problem.with_(dout=turned)

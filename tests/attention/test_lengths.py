@@ -1,4 +1,4 @@
-"""Sequence lengths around every tile edge, crossed, with the causal corner in all its positions."""
+"""Pairs of lengths around every tile edge, with the causal corner in all positions."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_with_operands(seqlen_q: int, seqlen_k: int, causal: bool) -> None:
 def test_row_blocks_of_several_waves(heads: int, head_dim: int, causal: bool) -> None:
     """More row blocks than a GPU has room for: from a few more to five times as many.
 
-    Kernels that stay on their SM deal them out in a fixed order or as they are free.
+    Persistent kernels take them in a fixed order, or whenever a thread block is free.
     """
     check(Case(400, 150, batch=1, nheads=heads, nheads_k=heads, head_dim=head_dim, causal=causal))
     if head_dim == 64:  # tall row blocks, several to a head
@@ -77,7 +77,7 @@ def test_row_blocks_of_several_waves(heads: int, head_dim: int, causal: bool) ->
 @pytest.mark.parametrize("head_dim", [8, 40, 64, 72, 96, 120, 128])
 @pytest.mark.parametrize("seqlen_k", [65, 77, 127, 128])
 def test_keys_of_one_tile(seqlen_k: int, head_dim: int, ratio: int, causal: bool) -> None:
-    """Hopper's backward then writes dq itself, if no row is without keys."""
+    """Hopper's backward then writes dq directly, unless a row has no key."""
     case = Case(seqlen_k, seqlen_k, nheads=4, nheads_k=4 // ratio, head_dim=head_dim, causal=causal)
     for seqlen_q in (65, seqlen_k, seqlen_k + 1, 1030):
         check(case.with_(seqlen_q=seqlen_q, dlse=seqlen_q > 1000))

@@ -37,7 +37,7 @@ KEY_FILLS = ("none", "one_key", "percent", "half", "most", "all", "prefix", "suf
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True])
 def test_key_fill(fill: str, shape: str, head_dim: int, causal: bool) -> None:
-    """Key-only masks are compacted and gathered; each with a key bias half of the time."""
+    """Key-only masks are turned into lists, by which keys are gathered; some have a key bias."""
     bias = "bk1k" if fill in ("half", "percent", "prefix") else ""
     check(Case(260, 519, mask=shape, mask_fill=fill, bias=bias, head_dim=head_dim, causal=causal))
 
@@ -56,7 +56,7 @@ def test_many_tiles(case: Case) -> None:
     check(case)
 
 
-# Around words of 32 keys, cells of 64 x 64 and 32 of these.
+# Lengths around multiples of a word (32 keys), of a cell (64 x 64), and of 32 cells.
 PACKED_ROWS = ((1, 1), (1, 2049), (64, 63), (65, 65), (100, 4095), (2113, 70), (2049, 2047))
 
 
@@ -64,7 +64,7 @@ PACKED_ROWS = ((1, 1), (1, 2049), (64, 63), (65, 65), (100, 4095), (2113, 70), (
 @pytest.mark.parametrize("shape, layout", [("b11k", "plain"), ("1h1k", "every_third_key")])
 @pytest.mark.parametrize("seqlen_q, seqlen_k", PACKED_ROWS)
 def test_one_row_of_bits(seqlen_q: int, seqlen_k: int, shape: str, layout: str, fill: str) -> None:
-    """Beside a bias of each row and key, or with little work, a mask of keys is read as bits."""
+    """A key mask is read as bits beside a bias for each row and key, or if there is little work."""
     case = Case(seqlen_q, seqlen_k, mask=shape, mask_fill=fill, operand_layout=layout)
     check(case.with_(bias="11qk", nheads_k=4))
     check(case.with_(nheads=2, causal=True))
@@ -128,7 +128,7 @@ def test_all_true_mask_equals_none(head_dim: int) -> None:
     ids=case_id,
 )
 def test_hidden_keys_of_many_tiles_may_hold_anything(case: Case) -> None:
-    """Kernels may list the keys that are left, or go through tiles that hold the others, too."""
+    """Kernels may read a list of the kept keys, or whole tiles, which have hidden keys, too."""
     check_with_nan_in_hidden_keys(case)
 
 
@@ -147,7 +147,7 @@ ONE_TILE = [(128, 128), (200, 77), (65, 66), (300, 1), (97, 128)]
     ],
 )
 def test_keys_of_one_tile(shape: str, fill: str, rows: int, keys: int, head_dim: int) -> None:
-    """Rows without a key, too, get their gradient from the block that has all keys."""
+    """Rows without a key get their gradient, too, from the thread block that has all keys."""
     case = Case(rows, keys, 3, 4, 2, head_dim, mask=shape, mask_fill=fill)
     check(case)
     if rows <= keys:
@@ -168,13 +168,13 @@ def test_keys_of_one_tile(shape: str, fill: str, rows: int, keys: int, head_dim:
     ids=case_id,
 )
 def test_hidden_keys_of_one_tile_may_hold_anything(case: Case) -> None:
-    """Also where there is enough to do for a mask to be made bits first."""
+    """Also in calls with enough work for the mask to be packed into bits first."""
     check(case)
     check_with_nan_in_hidden_keys(case)
 
 
 def check_with_nan_in_hidden_keys(case: Case) -> None:
-    """Of keys that all query heads of a kv head hide."""
+    """Check with NaN in the keys that are hidden from all query heads of their kv head."""
     if target().backend == "flex":
         pytest.skip("this backend reads all keys and multiplies hidden ones by 0")
     problem = build(case)

@@ -1,4 +1,4 @@
-"""What calls take on the device beside their inputs and results."""
+"""The memory that calls take on the device beside their inputs and results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def normal(*shape: int) -> Tensor:
 
 
 def beside_training(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...]) -> int:
-    """Of a forward and a backward to all inputs, beside inputs, output and gradients."""
+    """Peak bytes of a forward and a backward to all inputs, beside inputs, output and gradients."""
     dout = torch.randn_like(inputs[0])
 
     def step() -> tuple[Tensor, ...]:
@@ -40,7 +40,7 @@ LONG = [(16384, 16, nheads_k, d) for nheads_k in (1, 2, 4, 16) for d in (64, 80,
 def test_training(
     seqlen: int, nheads: int, nheads_k: int, head_dim: int, kept: float | None
 ) -> None:
-    """With a key bias: at most 1.5 times q, k and v."""
+    """With a key bias it is at most 1.5 times that of q, k and v."""
     q, k, v = (normal(1, seqlen, heads, head_dim) for heads in (nheads, nheads_k, nheads_k))
     bias = normal(1, nheads_k, 1, seqlen)
     mask = None if kept is None else torch.rand_like(bias) < kept
@@ -54,7 +54,7 @@ def test_training(
 @pytest.mark.parametrize("nheads_k", [1, 2, 4, 16])
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 def test_training_with_a_window(head_dim: int, nheads_k: int) -> None:
-    """Running top-w: the same limit, where there is enough for the GPU to do."""
+    """Running top-w has the same limit if there is enough work to fill the GPU."""
     seqlen = 65536
     q, k, v = (normal(1, seqlen, heads, head_dim) for heads in (16, nheads_k, nheads_k))
     score = torch.randn(1, nheads_k, 1, seqlen, device=q.device).requires_grad_()
@@ -68,7 +68,7 @@ def test_training_with_a_window(head_dim: int, nheads_k: int) -> None:
 
 
 def test_forward_with_a_window() -> None:
-    """Running top-w over a million keys: less than k and v together."""
+    """Running top-w over a million keys takes less than k and v together."""
     q, k, v = (normal(1, 1 << 20, heads, 128).detach() for heads in (8, 2, 2))
     score = torch.randn(1, 2, 1, 1 << 20, device=q.device)
 
@@ -81,7 +81,7 @@ def test_forward_with_a_window() -> None:
 
 
 def test_packed_sequences_follow_the_total() -> None:
-    """One long sequence among many short ones: far from what padding all to its length takes."""
+    """One long sequence among many short ones takes far less than padding all to its length."""
     lengths = (8000, *(16 for _ in range(250)))
     total = sum(lengths)
     q, k, v = (normal(total, heads, 64) for heads in (8, 2, 2))

@@ -17,11 +17,11 @@ from dmattn.utils import index_first_axis, pad_input, unpad_input
 
 pytestmark = pytest.mark.default_backend
 
-LENGTHS = (100, 30, 36, 52, 64, 127, 128, 129, 160, 200, 257, 290)  # 12, above the window
+LENGTHS = (100, 30, 36, 52, 64, 127, 128, 129, 160, 200, 257, 290)  # 12, all above the window
 KINDS = ("plain", "mask and bias", "window", "window and mask")
 WINDOW, HIDDEN = 24, 64
-# A graph of torch 2.9 or later may hold the minimum or maximum of two lengths. Older torch decides
-# for the side that it finds while it traces, so that other lengths need graphs of their own.
+# torch 2.9 and later can trace the minimum or maximum of two symbolic lengths. Older torch compiles
+# for the length that happens to be the smaller while it traces, so other lengths need other graphs.
 GRAPHS = 1 if tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 9) else 4
 
 
@@ -55,7 +55,7 @@ class Attention(nn.Module):
         )
 
 
-# On the CPU a share of these will do: `test_operators` of the package looks at all kinds there.
+# On the CPU a share of these cases is enough: `test_operators` of the package covers all kinds.
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("packed", [False, True])
 def test_functions(packed: bool, kind: str) -> None:
@@ -68,12 +68,13 @@ def test_functions(packed: bool, kind: str) -> None:
         q, k, v = (normal(*shape, heads, 64).requires_grad_() for heads in (4, 2, 2))
         bounds = torch.tensor([0, n // 3, n], dtype=torch.int32, device=target_device())
         found = compiled(q, k, v, bounds)
-        # A compiler cannot know sizes, so that the two may be of different kernels. Each rounds
-        # probabilities and its output to 8 bits: half a unit of the values' mean size for either.
+        # Sizes are unknown while compiling: the two calls may run different kernels. Each of them
+        # rounds probabilities and its output to 8 bits: half a unit of the values' mean size for
+        # either.
         torch.testing.assert_close(found, attend(q, k, v, bounds), rtol=1.6e-2, atol=2**-8)
         (dk,) = torch.autograd.grad(found.square().sum(), k)
         assert bool(dk.isfinite().all())
-        graphs = graphs or counter.frame_count  # of the first length, with its restarts
+        graphs = graphs or counter.frame_count  # those of the first length, including restarts
     assert counter.frame_count < graphs + GRAPHS
 
 
@@ -162,7 +163,7 @@ def without_padding(tokens: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
 
 
 Makers = tuple[Callable[[int], Tensor], ...]
-# Shorter ones than the windows and the blocks too.
+# Also lengths below the windows and below a row block.
 ALL_LENGTHS = (300, 20, 9, 40, 64, 127, 128, 129, 200, 256, 257, 411)
 CHOICES: dict[str, tuple[Callable[..., Any], Makers]] = {
     "select_keys of all": (lambda b: dmattn.select_keys(b, 40, is_causal=False), (scores_of,)),
@@ -213,7 +214,7 @@ CHOICES: dict[str, tuple[Callable[..., Any], Makers]] = {
 
 
 def tensors_of(made: Any) -> tuple[Tensor, ...]:
-    """What is to be equal; compiled selections may have one more list, an empty one."""
+    """The tensors to be compared; compiled selections may have one more list, which is empty."""
     if not isinstance(made, dmattn.KeySelection):
         return made if isinstance(made, tuple) else (made,)
     kept = made.to_mask()
@@ -231,7 +232,8 @@ def test_selections_and_masks(name: str) -> None:
     compiled = torch.compile(function, dynamic=True, fullgraph=True, backend=counter)
     for length in ALL_LENGTHS:
         arguments = [maker(length) for maker in makers]
-        # A graph may go on after a number that the host waits for, such as that of the tokens.
+        # Lets a graph continue after a number for which the host waits, such as the number of
+        # tokens.
         with torch._dynamo.config.patch(
             capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True
         ):

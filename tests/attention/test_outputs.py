@@ -30,7 +30,7 @@ class Place:
     around: Tensor
 
     def check_neighbours(self) -> None:
-        """Nothing but the output has been written."""
+        """Assert that nothing but the output has been written."""
         found = self.out.clone()
         self.out.fill_(math.nan)
         assert bool(self.around.isnan().all()), "written beside the output"
@@ -67,14 +67,14 @@ def _heads_first(like: Tensor) -> Place:
 
 
 def _odd_rows(like: Tensor) -> Place:
-    """Rows that start on 2 bytes only."""
+    """Rows are aligned to no more than 2 bytes."""
     *others, dim = like.shape
     around = _buffer(like, *others, dim + 3)
     return Place(around[..., 1:-2], around)
 
 
 def _odd_start(like: Tensor) -> Place:
-    """Strides of whole vectors from an address that is none."""
+    """Strides are multiples of a vector, but the start address is not."""
     around = _buffer(like, like.numel() + 8)
     return Place(around[1 : 1 + like.numel()].view(like.shape), around)
 
@@ -139,7 +139,7 @@ def test_each_place(case: Case, place: str) -> None:
 @pytest.mark.parametrize("head_dim", [64, 72, 128])
 @pytest.mark.parametrize("causal, mask", [(True, ""), (False, ""), (True, "1h1k")])
 def test_packed(place: str, head_dim: int, causal: bool, mask: str) -> None:
-    """Blocks of rows at the end of a sequence leave those of the next one alone."""
+    """Row blocks at the end of a sequence write nothing into rows of the next one."""
     case = Case(head_dim=head_dim, causal=causal, mask=mask, wants="")
     problem = build_packed(case, ((130, 130), (1, 77), (0, 9), (200, 333), (64, 64)))
     for _ in range(2):
@@ -223,7 +223,7 @@ def test_stretches_are_put_together(head_dim: int, lengths: tuple[int, ...]) -> 
 @pytest.mark.parametrize("place", ["rows", "spaced", "heads_first"])
 @pytest.mark.parametrize("mask", ["", "bk1k"])
 def test_no_other_output_is_made(mask: str, place: str) -> None:
-    """Where rows start on 16 bytes, memory beside the output is that of lse, and of a list."""
+    """If rows start on 16 bytes, a call needs memory beside the output only for lse and a list."""
     problem = build(Case(4096, 2048, mask=mask, head_dim=128, wants=""))
     there = PLACES[place](problem.dout)
 

@@ -1,4 +1,4 @@
-"""Padded batches: keys of padding are masked, and from rows of padding comes no gradient."""
+"""Padded batches: keys of padding are masked, and rows of padding send no gradient back."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def is_token(side: str, batch: int, seqlen: int, device: torch.device) -> Tensor
 
 
 def pad(problem: Problem, side: str, zero: float = 0.0) -> Problem:
-    """With a mask of its tokens as keys, and no gradient from other rows but `zero`."""
+    """The problem with padding: a key mask of its tokens, and an output gradient of `zero` in rows
+    of padding."""
     batch, seqlen_q = problem.q.shape[:2]
     device = problem.q.device
     keys = is_token(side, batch, problem.k.shape[1], device)
@@ -45,16 +46,16 @@ def pad(problem: Problem, side: str, zero: float = 0.0) -> Problem:
     return problem.with_(mask=mask, dout=dout)
 
 
-# The kernels for Hopper deal with few key tiles in another way than with many: of 132 SMs there are
-# enough from 330 on, unless they have many rows or little work, and many from 1584 on. Of SMALL
-# calls they walk the tiles of the mask. test_hopper_key_masks.py holds these shapes to it.
+# The kernels for Hopper distribute few key tiles in another way than many. With 132 SMs, 330 tiles
+# are enough, unless they have many rows or little work, and 1584 are many. In SMALL calls the
+# kernels walk the tiles of the mask. test_hopper_key_masks.py checks this for these shapes.
 SMALL = Case(300, 300, dtype=target().dtypes[0])
 FEW = SMALL.with_(seqlen_q=1000, seqlen_k=1000, batch=12, nheads=8)
 MANY = SMALL.with_(batch=40, nheads=16, nheads_k=16)
 ENOUGH = SMALL.with_(batch=8, nheads=16, nheads_k=16, seqlen_q=1024, seqlen_k=1024)
 MANY_GROUPS = SMALL.with_(batch=80, nheads=16, nheads_k=4, seqlen_q=256, seqlen_k=600)
 GROUPS_IN_CHUNKS = SMALL.with_(batch=8, nheads=16, nheads_k=4, seqlen_q=900, seqlen_k=900)
-if not on_cuda():  # where it makes no difference
+if not on_cuda():  # where these sizes make no difference
     SMALL = SMALL.with_(seqlen_q=140, seqlen_k=140)
     FEW = MANY = ENOUGH = MANY_GROUPS = GROUPS_IN_CHUNKS = SMALL.with_(
         batch=10, nheads=2, nheads_k=2
@@ -102,7 +103,8 @@ def test_masks_of_heads_and_biases(mask: str, bias: str) -> None:
 
 @pytest.mark.parametrize("case", [SMALL, FEW, MANY], ids=str)
 def test_rows_that_only_the_log_sum_exp_sends_back_to(case: Case) -> None:
-    """They are not padding, though the gradient of their output is zero."""
+    """Rows that get a gradient of lse alone are not padding, though their output gradient is
+    zero."""
     problem = pad(build(case.with_(causal=True, dlse=True)), "right")
     assert problem.dlse is not None
     rows = torch.arange(case.seqlen_q, device=problem.q.device)
@@ -119,7 +121,7 @@ def test_no_gradient_at_all(case: Case) -> None:
 
 
 def test_long_rows() -> None:
-    """More than the lists of other masks put together."""
+    """More rows than the 1024 that a chunk has at most over the list of a mask."""
     case = MANY.with_(seqlen_q=1300, seqlen_k=1300, causal=True, batch=10 if on_cuda() else 1)
     problem = pad(build(case), "right")
     assert problem.dout[0, -1].any()
@@ -139,7 +141,7 @@ def test_a_mask_for_all_batches_and_a_gradient_in_one(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [FEW, MANY, MANY_GROUPS], ids=str)
 def test_rows_without_a_gradient_are_left_out(case: Case) -> None:
-    """On Hopper, as far as they are whole tiles: not even NaN comes from them."""
+    """On Hopper they are left out in whole tiles, so that not even NaN comes from them."""
     if target().family != "sm90":
         pytest.skip("other kernels read all rows")
     problem = pad(build(case), "right", zero=-0.0)

@@ -1,6 +1,6 @@
 """Problems that hypothesis draws, and shrinks to the smallest one that fails, on the CPU.
 
-`test_random` draws from the same fields with more room, for every target.
+`test_random` draws from the same fields with larger ranges, for every target.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ SHAPES = [
     Case(300, 700, 1, 4, 2, 256, bias="11qk", causal=True),
     Case(300, 700, 1, 4, 1, 256, bias="b11k", mask="b11k"),
     Case(5, 3000, 2, 8, 2, 128, bias="bk1k", mask="bk1k"),
-    # What Hopper has kernels of its own for: no mask, and no bias or one of whole tiles; in the
-    # backward few rows or many keys.
+    # Calls for Hopper's own kernels: no mask, and no bias or one of whole tiles; in the backward
+    # few rows or many keys.
     Case(250, 700, 2, 8, 4, 128, causal=True),
     Case(650, 700, 2, 4, 4, 64, causal=True, dtype="f16"),
     Case(300, 1300, 5, 4, 4, 128),
@@ -31,8 +31,8 @@ SHAPES = [
     Case(513, 1300, 1, 6, 6, 192, dtype="f16"),
     Case(1100, 200, 1, 8, 1, 160, softcap=5.0),
 ]
-# Beside a mask or a bias on Hopper: blocks of keys that take turns at dq, past those that a mask
-# leaves out of some rows only; groups with one mask and with several; a bias of each width and for
+# With a mask or a bias on Hopper: key blocks take turns at dq, also where a mask hides blocks from
+# some rows only; groups whose heads share a mask or have several; biases of both widths and for
 # each key; and lists of the keys of a mask.
 ORDERED = [
     Case(900, 1700, 2, 8, 2, 128, mask="1hqk", mask_fill="blocks"),
@@ -42,8 +42,8 @@ ORDERED = [
     Case(520, 2096, 2, 4, 4, 64, bias="11qk", causal=True),
     Case(520, 2096, 2, 4, 4, 128, bias="1hqk", bias_f32=True, mask="b11k"),
     Case(900, 1700, 1, 8, 1, 128, bias="1k1k", mask="bk1k"),
-    # Those that share the gradient of a bias take turns at it: batches, heads, the heads of a
-    # group; or come in launches that follow one another, where their masks differ.
+    # Batch entries, heads, or heads of a group that share the gradient of a bias take turns at it,
+    # or are computed by consecutive launches if their masks differ.
     Case(700, 1304, 3, 4, 2, 64, bias="1hqk", causal=True),
     Case(700, 1304, 3, 8, 2, 128, bias="11qk", mask="11qk", mask_fill="blocks", causal=True),
     Case(520, 1304, 2, 8, 2, 96, bias="bkqk", dtype="f16"),
@@ -51,7 +51,7 @@ ORDERED = [
     Case(700, 1304, 2, 8, 2, 64, bias="1kqk", bias_f32=True, mask="111k", causal=True),
     Case(520, 1304, 3, 4, 4, 64, bias="1hqk", mask="b1qk", mask_fill="blocks"),
     Case(2500, 2700, 2, 4, 2, 80, mask="bk1k", causal=True),
-    # Rows of a bias and of its gradient that start anywhere, which get room to start on 16 bytes.
+    # Rows of a bias and of its gradient that start anywhere, which are padded to start on 16 bytes.
     Case(700, 1301, 2, 8, 2, 128, bias="bhqk", causal=True),
     Case(520, 1303, 2, 4, 4, 64, bias="1hqk", bias_f32=True),
     # Wide heads, which read masks and biases of any strides; the last one has parts of few tiles.
@@ -72,8 +72,8 @@ LISTED = [
     Case(1300, 1300, 2, 8, 2, 256, causal=True, bias="bk1k"),
     Case(700, 1900, 1, 6, 6, 192, causal=True, bias="1k1k", dtype="f16"),
 ]
-# What the forward on Hopper does for enough rows to fill the GPU: tiles of a bias, of both widths,
-# a bias for each key, and tiles that a mask leaves.
+# Forwards on Hopper with enough rows to fill the GPU: tiles of a bias, of both widths, a bias for
+# each key, and the tiles that a mask leaves.
 FULL = Case(900, 520, 2, 8, 4, 128, wants="")
 FORWARDS = [
     FULL.with_(bias="1hqk"),
@@ -81,11 +81,11 @@ FORWARDS = [
     FULL.with_(bias="bk1k", causal=True),
     FULL.with_(mask="b1qk", mask_fill="blocks"),
     FULL.with_(mask="b1qk", mask_fill="blocks", bias="11qk", softcap=5.0),
-    # Two thread blocks an SM, whose warpgroups pass over tiles of which their rows see nothing; of
-    # the second some rows see no key at all.
+    # Two thread blocks per SM, whose warpgroups skip tiles of which their rows see nothing; in the
+    # second case some rows see no key at all.
     Case(640, 640, 12, 8, 4, 64, causal=True, wants=""),
     Case(900, 300, 10, 8, 4, 64, causal=True, wants=""),
-    # Lists of keys, for two thread blocks an SM and too long for that.
+    # Lists of keys, for two thread blocks per SM, and too long for that.
     Case(600, 1500, 5, 8, 4, 64, mask="bk1k", wants=""),
     Case(600, 2300, 5, 8, 4, 64, bias="bk1k", mask="bk1k", wants=""),
 ]
@@ -139,7 +139,7 @@ def _compare_beside_other_work(case: Case, **options: int) -> None:
 
 @pytest.mark.parametrize("case", [*SHAPES, *FORWARDS], ids=case_id)
 def test_forward_races(case: Case) -> None:
-    """250 forward passes, bit for bit the same: the forward adds nothing in an open order."""
+    """250 forward passes, bit for bit the same: the forward sums nothing in an undefined order."""
     problem = build(case)
     want_out, want_lse = call(problem)
     wrong = torch.zeros((), dtype=torch.int64, device=problem.q.device)
@@ -151,7 +151,8 @@ def test_forward_races(case: Case) -> None:
 
 @pytest.mark.parametrize("case", SHAPES, ids=case_id)
 def test_backward_races(case: Case) -> None:
-    """100 backward passes whose order of summation is open stay within rounding of each other."""
+    """100 backward passes with an undefined order of summation stay within rounding of each
+    other."""
     problem = build(case)
     want = run(problem)
     # Looked at once, at the end: each look makes the host wait for a GPU that many share.

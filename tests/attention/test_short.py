@@ -1,9 +1,9 @@
 """Few keys: up to 128 of them and head dimensions up to 64, as in windows of images or short texts.
 
 On CUDA such calls have kernels of their own (docs/kernels/short.md), in which a thread block takes
-all keys of a head, and with a bias that batches share one batch after the other. Here are their
-edges: rows and keys around every tile, operands of every shape and layout, and calls just outside
-of what they take.
+all keys of a head and, with a bias that batch entries share, one batch entry after the other. These
+tests are about the limits of these kernels: rows and keys around every tile, operands of every
+shape and layout, and calls just outside of what they take.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def test_heads(head_dim: int, dtype: str) -> None:
 
 @pytest.mark.parametrize("shape", OPERAND_SHAPES)
 def test_bias(shape: str) -> None:
-    """Rows on any two bytes, and on 16; several blocks of them; without its gradient."""
+    """Rows of the bias start at any multiple of 2 bytes, or of 16; several row blocks; also without
+    its gradient."""
     for dtype, f32 in (("bf16", False), ("f16", True)):
         case = Case(49, 49, 5, 4, 2, 32, dtype, bias=shape, bias_f32=f32, dlse=True)
         check(case)
@@ -98,7 +99,7 @@ def test_mask(shape: str) -> None:
 
 @pytest.mark.parametrize("fill", MASK_FILLS)
 def test_kept_by_a_mask(fill: str) -> None:
-    """Of all keys, none, a few; rows that keep nothing."""
+    """Masks that keep all keys, none or a few, and rows that keep nothing."""
     case = Case(100, 100, 3, 4, 2, 64, mask="b1qk", mask_fill=fill, dlse=True)
     check(case)
     check(case.with_(mask="b11k", seqlen_q=128, seqlen_k=128, dtype="f16"))
@@ -118,7 +119,10 @@ def test_mask_and_bias(mask: str, bias: str) -> None:
     "bias,mask", [("1hqk", ""), ("1hqk", "b1qk"), ("11qk", ""), ("1hqk", "b11k")]
 )
 def test_batches_that_share_a_bias(batch: int, bias: str, mask: str) -> None:
-    """A thread block takes several of them, not all as many, and adds to the gradient once."""
+    """A thread block takes several batch entries, and adds to the gradient once.
+
+    Not all thread blocks take the same number of entries.
+    """
     case = Case(49, 49, batch, 4, 4, 32, bias=bias, mask=mask)
     check(case)
     check(case.with_(wants="qkv", mask_fill="dead_rows"))
@@ -131,8 +135,8 @@ def test_batches_that_share_a_bias(batch: int, bias: str, mask: str) -> None:
 @pytest.mark.parametrize("keys", [49, 100])
 @pytest.mark.parametrize("f32", [False, True])
 def test_each_batch_adds_once_to_a_shared_gradient(f32: bool, keys: int, batch: int) -> None:
-    """Each sends back a single row of one head, which at most one other batch does: in the sum of
-    all of them, one more or less would be within the tolerance."""
+    """Each batch entry has gradients in a single row of one head, in which at most one other entry
+    has: in a sum of all entries, one more or less would be within the tolerance."""
     problem = build(Case(49, keys, batch, 4, 4, 32, bias="1hqk", bias_f32=f32, dlse=True))
     assert problem.dlse is not None
     number = torch.arange(batch, device=problem.q.device)
@@ -146,7 +150,8 @@ def test_each_batch_adds_once_to_a_shared_gradient(f32: bool, keys: int, batch: 
 
 @pytest.mark.parametrize("batch", [3, 300])
 def test_many_rows_for_a_head_of_keys(batch: int) -> None:
-    """Too many for the one thread block that would take them, unless there are many such blocks."""
+    """Too many rows for the one thread block that would take them, unless there are many such
+    blocks."""
     case = Case(130, 16, batch, 8, 1, 8, causal=True)
     check(case)
     check(case.with_(nheads=6, nheads_k=3, mask="b11k", causal=False))
@@ -190,7 +195,7 @@ def test_size_of_logits(logits: float, dtype: str) -> None:
 
 @pytest.mark.parametrize("offset", [1e4, -1e4, 1e8])
 def test_constant_in_the_bias(offset: float) -> None:
-    """Softmax does not see it; the backward must not see it through a rounded lse either."""
+    """It cancels in the softmax, and must not reach the backward by a rounded lse either."""
     problem = build(Case(49, 100, 5, bias="1hqk", bias_f32=True, wants="qkv"))
     assert problem.bias is not None
     # Multiples of 1/16 and a scale of 1/4: their sums with 1e4 are exact in float32.
@@ -211,7 +216,8 @@ def test_constant_in_the_bias(offset: float) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout(layout: str) -> None:
-    """Of q, k, v and dout. Rows that do not start on 16 bytes are for other kernels."""
+    """The layout of q, k, v and dout. Rows that do not start on 16 bytes are left to other
+    kernels."""
     for head_dim in (32, 64):
         case = Case(49, 49, 3, 4, 2, head_dim, layout=layout, bias="1hqk", dlse=True)
         check(case)
@@ -275,7 +281,7 @@ def test_expanded_mask_and_bias(shape: str) -> None:
 
 
 def _behind_nan(x: Tensor) -> Tensor:
-    """The same rows in front of others, of NaN, that belong to no batch of x."""
+    """A view of a longer tensor, in which rows of NaN follow the rows of each batch entry."""
     longer = x.new_full((x.shape[0], x.shape[1] + 64, *x.shape[2:]), float("nan"))
     longer[:, : x.shape[1]] = x
     return longer[:, : x.shape[1]]
@@ -295,7 +301,7 @@ def test_what_lies_behind_is_not_read(rows: int, keys: int) -> None:
 @pytest.mark.parametrize("mask", ["b11k", "111k", "bk1k"])
 @pytest.mark.parametrize("rows,keys", [(49, 49), (64, 64), (30, 100), (150, 128)])
 def test_keys_hidden_from_all_rows_may_hold_anything(rows: int, keys: int, mask: str) -> None:
-    """As the unused places of a padded batch do, where nobody has written."""
+    """Like the unused places of a padded batch, which nobody has written."""
     if target().backend in ("flex", "plain"):
         pytest.skip("this backend reads all keys and multiplies hidden ones by 0")
     problem = build(Case(rows, keys, 3, 4, 2, 64, mask=mask, dlse=True))
@@ -323,7 +329,7 @@ def test_keys_hidden_from_all_rows_may_hold_anything(rows: int, keys: int, mask:
     ids=case_id,
 )
 def test_what_else_a_call_may_have(case: Case) -> None:
-    """What these kernels do not take, or take in another form."""
+    """Features that the kernels for few keys do not take, or take in another form."""
     check(case)
 
 
@@ -341,14 +347,14 @@ REPEATED = [
 def test_same_bits_in_every_run(case: Case) -> None:
     """Nothing here is summed over batches: all of a gradient comes from one thread block.
 
-    Backends that compute for other devices too promise it of `deterministic=True` only.
+    Backends that also serve other devices promise the same bits only with `deterministic=True`.
     """
     _compare_runs(build(case), deterministic=target().backend is not None)
 
 
 @pytest.mark.parametrize("bias", ["1hqk", "11qk", "111k"])
 def test_same_bits_of_shared_biases(bias: str) -> None:
-    """Summed over batches, thread blocks meet: not so when asked for the same bits."""
+    """These gradients are sums over batch entries, in a fixed order if `deterministic=True`."""
     _compare_runs(build(Case(49, 49, 150, 4, 2, 32, bias=bias)), deterministic=True)
 
 

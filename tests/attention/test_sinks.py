@@ -69,7 +69,7 @@ def test_window(causal: bool, rows: int, keys: int) -> None:
 
 
 def test_packed_window_with_moved_rows() -> None:
-    """Rows that are no keys' own: one of no key has its sink for lse."""
+    """Rows and keys have different boundaries; the lse of a row without keys is its sink."""
     dtype = DTYPES[target().dtypes[-1]]
     device = build(Case()).q.device
     q, k, v = (
@@ -93,7 +93,7 @@ def test_packed_window_with_moved_rows() -> None:
 
 
 def test_minus_infinity_is_no_sink() -> None:
-    """Row for row, rows without keys included."""
+    """Results are those without sinks, bit for bit, also in rows without keys."""
     case = Case(mask="bhqk", mask_fill="dead_rows", bias="bk1k", sinks="minus_inf")
     problem = build(case)
     with_sinks = run(problem, deterministic=True)
@@ -113,7 +113,8 @@ def test_minus_infinity_gets_nothing_from_rows_in_front_of_the_first_key() -> No
 
 
 def test_is_one_more_key_without_a_value() -> None:
-    """The same from a call without sinks: a key of zeros whose bias is the sink."""
+    """The same results as from a call without sinks, with one more key of zeros whose bias is the
+    sink."""
     problem = build(Case(40, 50, nheads_k=4, dtype=target().dtypes[-1], sinks="normal"))
     assert problem.sinks is not None
     out, lse = call(problem)

@@ -1,9 +1,9 @@
 """Sliding windows without a mask beside them.
 
-Kernels for Hopper find such a window by themselves, alone or beside a bias for each key, where the
-rows are few or the keys fill the GPU, and no keys have to be split; others read the lists. Edges of
-the window fall into tiles of 128 keys and rows, 80 keys at head_dim 256, and 64 rows in the
-backward.
+Kernels for Hopper compute such a window without reading its lists, alone or beside a bias for each
+key, if there are few rows, or enough keys to fill the GPU, and no keys have to be split; other
+kernels read the lists. Edges of the window fall into tiles of 128 keys and rows, 80 keys at
+head_dim 256, and 64 rows in the backward.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LENGTHS = (1, 127, 128, 129, 500)
 
 
 def slide(problem: Problem, window: int, **settings: object) -> tuple[Problem, Results]:
-    """The problem as a mask says it, and what was found from the window."""
+    """The problem with an equivalent mask, and the results of the call with the window."""
     rows, keys = problem.q.shape[1], problem.k.shape[1]
     selection = dmattn.sliding_window(keys, window, rows, device=problem.q.device)
     found = run(problem, selection=selection, **settings)
@@ -110,7 +110,7 @@ def test_long_rows(window: int) -> None:
 
 
 def without_entries(selection: dmattn.KeySelection) -> dmattn.KeySelection:
-    """The same, whose lists say that rows keep nothing."""
+    """The same selection with lists that say that rows keep nothing."""
     nothing: dict[str, Tensor] = {
         name: torch.zeros_like(getattr(selection, name)) for name in ("idx", "count", "full")
     }

@@ -95,7 +95,7 @@ def test_a_state_that_is_found_beside_attention(
     documents: bool,
     score_dtype: torch.dtype,
 ) -> None:
-    """Keys are kept beside attention, in each run anew."""
+    """Kept keys are found while attention runs; results are those of finding them afterwards."""
     cuts = [0, *itertools.accumulate(lengths)]
     q, k, v, score = sequence(cuts[-1], "tied")
     score, device = score.to(score_dtype)[:, :, None], target_device()
@@ -130,12 +130,12 @@ def test_a_state_that_is_found_beside_attention(
 def test_a_cache_that_is_filled_beside_attention(
     monkeypatch: pytest.MonkeyPatch, is_ragged: bool
 ) -> None:
-    """Its entries are written in place, while the attention runs that was given what they held."""
+    """Its entries are written in place, while the attention over their old contents still runs."""
     whole = sequence(6000, "tied")
     real = torch.rand(B, 6000, device=target_device()) < 0.8 if is_ragged else None
 
     def behind(*arguments: Any) -> KeptKeys:
-        return keep_keys(*arguments[:9])  # without the word that they may be beside
+        return keep_keys(*arguments[:9])  # without `beside_attention`
 
     def in_chunks() -> list[Tensor]:
         cache, outs = new_cache(128), []
@@ -173,7 +173,7 @@ def test_many_tokens_at_once_are_those_in_turn(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["random", "tied", "minus_inf", "nan"])
 def test_drafts_are_tokens_in_turn(kind: str) -> None:
-    """Also with scores of which some are equal, and while there is room."""
+    """Also with equal scores, and while the cache has room."""
     whole, cache = sequence(400, kind), new_cache(128)
     start, n = 100, torch.zeros(B, dtype=torch.int32, device=target_device())
     cache.append_and_attend(*part(whole, 0, start))
@@ -200,7 +200,8 @@ def test_drafts_are_tokens_in_turn(kind: str) -> None:
 def test_drafts_of_any_shape(
     kind: str, dtype: torch.dtype, heads: int, heads_k: int, head_dim: int, window: int, tokens: int
 ) -> None:
-    """Several blocks of rows, and more tokens than entries; another number of each sequence."""
+    """Several row blocks, and more tokens than entries; a different number of tokens is committed
+    for each sequence."""
     device, length = target_device(), window + 20 + tokens
     q = torch.randn(B, length, heads, head_dim, device=device).to(dtype)
     k, v = torch.randn(2, B, length, heads_k, head_dim, device=device).to(dtype).unbind()
@@ -239,7 +240,7 @@ def attend_to(cache: dmattn.DynamicMaskCache, q: Tensor) -> Tensor:
 def test_steps_and_drafts_over_any_number_of_splits(
     kind: str, window: int, heads: int, heads_k: int, head_dim: int
 ) -> None:
-    """The token, and the entries that do not leave, are terms beside the splits' results."""
+    """The token, and the entries that do not leave, are terms added to the splits' results."""
     device, dtype, tokens = target_device(), torch.bfloat16, 5
     q = torch.randn(B, tokens, heads, head_dim, device=device, dtype=dtype)
     k, v = torch.randn(2, B, window + tokens, heads_k, head_dim, device=device, dtype=dtype)

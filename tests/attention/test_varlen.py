@@ -26,7 +26,7 @@ from dmattn import varlen
 
 pytestmark = pytest.mark.each_family
 
-# Every tile edge, nothing at all, rows without keys and keys without rows, in between each other.
+# Lengths around every tile edge, empty sequences, rows without keys, and keys without rows, mixed.
 MIXED = (
     *((0, 5), (1, 1), (127, 128), (128, 127), (129, 300), (0, 0), (64, 65), (5, 0)),
     *((300, 129), (1, 513), (33, 1)),
@@ -48,7 +48,7 @@ def test_lengths(
 @pytest.mark.parametrize("dtype,head_dim", [*ANCHORS, ("f16", 64), ("bf16", 96), ("f16", 192)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_long_sequences(dtype: str, head_dim: int, causal: bool) -> None:
-    """Many tiles each, of groups of heads."""
+    """Sequences of many tiles, with groups of heads."""
     case = Case(nheads=2, nheads_k=1, dtype=dtype, head_dim=head_dim, causal=causal)
     check_packed(case, ((1100, 1100), (3, 700), (0, 77), (1025, 900), (600, 1)))
 
@@ -64,7 +64,7 @@ def test_softcap(dtype: str, head_dim: int, causal: bool, deterministic: bool) -
 @pytest.mark.parametrize("dtype,head_dim", ANCHORS)
 @pytest.mark.parametrize("causal", [False, True])
 def test_sequences_do_not_see_each_other(dtype: str, head_dim: int, causal: bool) -> None:
-    """NaN and infinities of a sequence reach no other, though tiles end in the middle of both."""
+    """NaN and infinities of a sequence reach no other one, though tiles have parts of both."""
     if target().backend == "flex":
         pytest.skip("what a mask hides has to be finite there: docs/backends.md")
     case = Case(nheads=4, nheads_k=2, dtype=dtype, head_dim=head_dim, causal=causal)
@@ -144,7 +144,7 @@ def test_operand_layouts(layout: str, shape: str) -> None:
 @pytest.mark.parametrize("shape", ["1hqk", "1h1k"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_many_words_of_mask(shape: str, head_dim: int) -> None:
-    """More than 2048 rows and keys: sequences start in the middle of everything that is packed."""
+    """More than 2048 rows and keys: sequences start within the words and cells of packed masks."""
     lengths = ((70, 30), (2100, 700), (1, 4), (600, 2300), (130, 2049))
     case = Case(nheads=2, nheads_k=1, mask=shape, mask_fill="blocks", bias=shape, causal=True)
     check_packed(case.with_(head_dim=head_dim), lengths)
@@ -160,7 +160,7 @@ def test_some_gradients(wants: str, bias: str, mask: str) -> None:
 @pytest.mark.parametrize("shape", ["", *OPERANDS])
 @pytest.mark.parametrize("dtype,head_dim", ANCHORS)
 def test_deterministic(shape: str, dtype: str, head_dim: int) -> None:
-    """Right, and bit for bit the same each time, dbias included."""
+    """Results are right, and bit for bit the same each time, dbias included."""
     case = Case(nheads=4, nheads_k=2, dtype=dtype, head_dim=head_dim, causal=True)
     case = case.with_(deterministic=True, bias=shape, mask="1k1k" if shape == "1h1k" else "")
     problem = check_packed(case, MIXED)
@@ -173,7 +173,7 @@ def test_deterministic(shape: str, dtype: str, head_dim: int) -> None:
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
 @pytest.mark.parametrize("dtype,head_dim", [*ANCHORS, ("f16", 64), ("bf16", 192)])
 def test_deterministic_over_many_tiles(dtype: str, head_dim: int, softcap: float) -> None:
-    """Blocks of keys that begin together, of groups of heads, take turns at the same rows."""
+    """Key blocks that begin together, for groups of heads, take turns at the same rows."""
     case = Case(nheads=8, nheads_k=4, dtype=dtype, head_dim=head_dim, causal=True, softcap=softcap)
     lengths = ((900, 1300), (3, 70), (0, 5), (700, 640), (1030, 1030))
     problem = check_packed(case.with_(deterministic=True), lengths)
@@ -186,7 +186,7 @@ def test_deterministic_over_many_tiles(dtype: str, head_dim: int, softcap: float
 @pytest.mark.parametrize("dtype,head_dim", ANCHORS)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_one_head_of_keys(dtype: str, head_dim: int, deterministic: bool) -> None:
-    """Long enough that the sums of dq take rounds, in which dk and dv are added up."""
+    """Long enough for the sums of dq to take several rounds, over which dk and dv are added up."""
     case = Case(nheads=8, nheads_k=1, dtype=dtype, head_dim=head_dim, causal=True)
     lengths = ((2500, 2500), (3, 70), (0, 5), (700, 640), (2400, 2500))
     check_packed(case.with_(deterministic=deterministic), lengths)
@@ -258,7 +258,7 @@ def test_many_short_sequences() -> None:
 
 
 def test_one_row_each() -> None:
-    """Decoding: rows of one kv head's group, and causality that hides nothing."""
+    """Decoding: one row for each head of a group, and causality that hides nothing."""
     lengths = tuple((1, n) for n in (1, 127, 700, 0, 64, 128))
     check_packed(Case(nheads=8, nheads_k=2, bias="1k1k", causal=True, head_dim=128), lengths)
 
@@ -313,7 +313,7 @@ def test_unusable_scores(mask: str, window: int, causal: bool) -> None:
 
 
 def check_window(problem: PackedProblem, window: int) -> None:
-    """Against the oracle under the mask that the window amounts to, sequence by sequence."""
+    """Compare with the oracle under the mask equivalent to the window, sequence by sequence."""
     problem = problem.with_(cu_seqlens_k=problem.cu_seqlens_q)
     found = run_packed(problem, window_size=window)
     parts = []
@@ -328,7 +328,7 @@ def check_window(problem: PackedProblem, window: int) -> None:
 
 
 def test_one_row_a_sequence_sees_its_whole_past() -> None:
-    """Decoding: causality hides nothing, whatever the tensors are."""
+    """Decoding: causality hides nothing, also if both boundaries are tensors of their own."""
     lengths = ((1, 200), (1, 70), (0, 3), (1, 129))
     problem = build_packed(Case(bias="1k1k", causal=True), lengths)
     causal = call_packed(problem, window_size=40)
@@ -345,7 +345,7 @@ def test_wide_window_chooses_nothing() -> None:
 
 
 def _arguments(problem: PackedProblem) -> tuple[tuple[object, ...], dict[str, object]]:
-    """Of dmattn::fwd: by position, and by name."""
+    """The arguments of dmattn::fwd: those by position, and those by name."""
     mask, bias = (None if x is None else x.transpose(0, 1) for x in (problem.mask, problem.bias))
     bounds = {"cu_seqlens_q": problem.cu_seqlens_q, "cu_seqlens_k": problem.cu_seqlens_k}
     longest = dict(zip(("max_seqlen_q", "max_seqlen_k"), problem.longest, strict=True))
@@ -385,7 +385,7 @@ def test_fast_path_equals_dispatched_path() -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("mask", ["", "1k1k", "1hqk"])
 def test_other_boundaries_in_a_graph(mask: str) -> None:
-    """Captured once, replayed for sequences of other lengths: the host has not read any."""
+    """Captured once, replayed for sequences of other lengths: the host has read none of them."""
     first, second = ((100, 130), (28, 0), (72, 70)), ((10, 70), (90, 130), (100, 0))
     case = Case(bias="1k1k", mask=mask, causal=True, deterministic=True)
     problem, other = build_packed(case, first), build_packed(case.with_(seed=9), second)

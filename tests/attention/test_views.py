@@ -1,4 +1,4 @@
-"""Gradients reach what a view was made of, and equivalent ways to write a call agree."""
+"""Gradients reach the tensors behind views, and equivalent ways to write a call agree."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_equal_lengths_are_a_batch() -> None:
 
 
 def test_columns_behind_a_sequence_do_not_count() -> None:
-    """Neither what stands there nor a gradient."""
+    """What mask and bias hold there has no effect, and the gradient there is zero."""
     problem = build_packed(Case(bias="1hqk", mask="11qk"), ((30, 20), (50, 130)))
     assert problem.bias is not None and problem.mask is not None
     found = run_packed(problem)

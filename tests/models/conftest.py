@@ -1,7 +1,7 @@
 """These tests need a GPU: the CPU is tested in packages/dmattn/tests/integrations.
 
-With DMATTN_TEST_TARGET=cpu those that are not marked `cuda` run on the CPU as well, for whoever
-works on them.
+With DMATTN_TEST_TARGET=cpu tests that are not marked `cuda` run on the CPU as well, for work on the
+tests themselves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dmattn.integrations.transformers.registration import check_transformers
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-# The models are those of the tests on the CPU.
+# The models come from the tests on the CPU.
 sys.path.append(str(ROOT / "packages" / "dmattn" / "tests" / "integrations"))
 
 _wanted = torch.cuda.is_available() or os.environ.get(TARGET_VARIABLE) == "cpu"
@@ -40,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Items of other folders stay as they are."""
+    """Leave out tests that cannot or should not run here; items of other folders stay."""
     items[:] = [item for item in items if HERE not in item.path.parents or _runs(item)]
 
 

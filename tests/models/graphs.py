@@ -1,4 +1,4 @@
-"""What torch.compile makes CUDA graphs of, and proof that it did."""
+"""Checks that torch.compile has made CUDA graphs, and that they are launched."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch._inductor import config as inductor_config
 
 @contextmanager
 def only_cuda_graphs() -> Iterator[None]:
-    """Fails on a graph break, on a recompilation, and where no CUDA graph could be made."""
+    """Fails on a graph break, on a recompilation, and if a CUDA graph could not be made."""
     torch.compiler.reset()
     counters.clear()
     with ExitStack() as settings:

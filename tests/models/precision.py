@@ -1,8 +1,8 @@
 """How far a model in bfloat16 may be from the same model in float32.
 
-The reference is eager attention in float32 with the same weights, those of bfloat16. How far
-rounding leads in bfloat16 is what eager attention in bfloat16 shows: dmattn may be twice as far
-from the reference as that.
+The reference is eager attention in float32 with the same weights, rounded to bfloat16. Eager
+attention in bfloat16 shows the effect of rounding: dmattn may be twice as far from the reference as
+that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from attention.targets import target_device
 
 Outcome = dict[str, Tensor]
 
-# Entries that a tensor needs for the size of its error not to be chance.
+# With fewer entries than this, the size of a tensor's error is a matter of chance.
 MANY = 1000
 
 
@@ -31,7 +31,7 @@ class Models(NamedTuple):
 
 
 def models(model: Any, enable: Callable[[Any], Any]) -> Models:
-    """Of a model in float32, which is changed; `enable` turns dmattn on."""
+    """Made from a float32 model, which is changed; `enable` turns dmattn on."""
     eager = model.to(target_device(), torch.bfloat16)
     eager.set_attn_implementation("eager")
     exact = copy.deepcopy(eager).float()
@@ -44,7 +44,7 @@ def on_device(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def logits_and_gradients(model: Any, real: Tensor, **inputs: Any) -> Outcome:
-    """Logits of the real tokens, and all gradients of a loss that they alone feel."""
+    """Logits of the real tokens, and all gradients of a loss that depends on these alone."""
     model.zero_grad()
     logits = model(**on_device(inputs)).logits[real.to(target_device()).bool()].float()
     weights = torch.linspace(-1, 1, logits.numel(), device=logits.device).view_as(logits)
@@ -54,7 +54,7 @@ def logits_and_gradients(model: Any, real: Tensor, **inputs: Any) -> Outcome:
 
 
 def check(made: Models, run: Callable[[Any], Outcome]) -> None:
-    """Each outcome of dmattn at most twice as far from the reference as that of eager."""
+    """Assert that each outcome of dmattn is at most twice as far from the reference as eager's."""
     exact, eager, ours = (run(model) for model in made)
     check_outcomes(exact, eager, ours)
 
@@ -62,9 +62,9 @@ def check(made: Models, run: Callable[[Any], Outcome]) -> None:
 def check_outcomes(exact: Outcome, eager: Outcome, ours: Outcome) -> None:
     """Errors are norms over a whole tensor, relative to that of the exact one.
 
-    That of a tensor with few entries, or one that is next to nothing beside the others (such as the
-    gradient of a bias that softmax does not feel), is chance. It may be as large as that of eager
-    in any tensor.
+    For a tensor with few entries, or one that is tiny compared with the others (such as the
+    gradient of a bias that cancels in the softmax), the error is a matter of chance. Its limit is
+    taken from the largest error that eager has in any tensor.
     """
     assert exact.keys() == eager.keys() == ours.keys()
     sizes = {name: _rms(t) for name, t in exact.items()}

@@ -27,7 +27,7 @@ def check(
 ) -> None:
     """A compiled step gives what the plain one gives, from new inputs each time.
 
-    Both run the same kernels of dmattn, and those of torch are compared in `close`.
+    Both run the same kernels of dmattn; `close` allows for differences between those of torch.
     """
     with only_cuda_graphs():
         compiled = torch.compile(step, mode="reduce-overhead", fullgraph=True)
@@ -41,7 +41,7 @@ def check(
 
 
 def close(found: Tensor, wanted: Tensor) -> None:
-    """Equal but for a few roundings of bfloat16, in parts of the largest entry."""
+    """Equal up to a few roundings of bfloat16, relative to the largest entry."""
     error = float((found - wanted).abs().max()) / float(wanted.abs().max())
     assert error <= 4 * torch.finfo(torch.bfloat16).eps
 

@@ -22,7 +22,7 @@ from models.precision import (
     on_device,
 )
 
-LENGTH = 250  # as many tokens as differ, and more than a block of 128 rows
+LENGTH = 250  # each token occurs once; more than a block of 128 rows
 PROMPT, NEW_TOKENS = 41, 64
 SIZES = {"head_dim": 64}
 
@@ -31,7 +31,7 @@ def made(**settings: Any) -> Models:
     return models(make_doge(**SIZES | settings), enable_doge)
 
 
-# Experts of Doge mix the tokens of a batch, padding included: not with padding.
+# `is_moe` has no case with padding: experts of Doge mix the tokens of a batch, padding included.
 ATTENTION: list[dict[str, Any]] = [{}, {"window": 100}, {"sliding_window": 12}]
 ATTENTION += [{"sliding_window": 30}]
 CASES = [(s, side) for s in ATTENTION for side in ("none", "left", "right")]
@@ -52,7 +52,7 @@ def test_logits_and_gradients(settings: dict[str, Any], side: str) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"sliding_window": 12}], ids=str)
 def test_packed_documents(settings: dict[str, Any]) -> None:
-    """Documents said by positions that restart, other ones in each row of the batch."""
+    """Documents are given by positions that restart; they differ between the rows of the batch."""
     lengths = ((3, 40, 1, 150, 56), (90, 160))
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
     ids = tokens(2, LENGTH)
@@ -85,10 +85,10 @@ CACHES = {
 @pytest.mark.parametrize("is_moe", [False, True])
 @pytest.mark.parametrize("cache", CACHES)
 def test_generated_logits(cache: str, is_moe: bool) -> None:
-    """The logits by which generate() chose each token, against whole forwards over its text.
+    """The logits by which generate() chose each token, compared with whole forwards over its text.
 
     Each token occurs once, since which of two equal scores eager keeps is not defined. Experts mix
-    the tokens of a batch: the text is one sequence then, taken token by token by all.
+    the tokens of a batch: with them the text is one sequence, which all models take token by token.
     """
     check_generated(made(is_moe=is_moe), CACHES[cache], is_moe, disable_compile=True)
 
@@ -98,7 +98,7 @@ def test_generated_logits(cache: str, is_moe: bool) -> None:
 def test_generated_by_cuda_graphs() -> None:
     """Steps over a DogeCache, compiled by generate() itself; each is a CUDA graph.
 
-    Another cache is another place in memory, for which the graph is recorded again.
+    A new cache lies elsewhere in memory, so the graph is recorded again for it.
     """
     trio = made()
     how = CompileConfig(mode="reduce-overhead", fullgraph=True)

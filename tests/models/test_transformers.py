@@ -27,7 +27,7 @@ NEW_TOKENS = 64
 
 
 def made(name: str) -> Models:
-    # Without a scale, as T5 is, longer products would leave hardly more than one key to each row.
+    # T5 has no softmax scale: with a larger head_dim rows would attend to hardly more than one key.
     model = make_model(name, head_dim=8 if name == "t5" else 64)
     return models(model, lambda model: with_attention(model, "dmattn"))
 
@@ -66,7 +66,7 @@ def test_encoder_and_decoder(side: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
 def test_packed_documents(name: str) -> None:
-    """Documents said by positions that restart, other ones in each row of the batch."""
+    """Documents are given by positions that restart; they differ between the rows of the batch."""
     lengths = ((3, 40, 1, 200, 56), (90, 210))
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
     ids = tokens()
@@ -86,7 +86,7 @@ def test_future_tokens_change_nothing(name: str) -> None:
             a, b = (model(x.to(real.device), attention_mask=real).logits for x in (ids, changed))
         past = real[:, :200].bool()
         a, b, c, d = a[:, :200][past], b[:, :200][past], a[:, 200:], b[:, 200:]
-        if name == "gpt_oss":  # experts compute as many tokens at once as are sent to them
+        if name == "gpt_oss":  # experts compute all tokens that are sent to them at once
             torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
         else:
             assert torch.equal(a, b)
@@ -98,7 +98,7 @@ def test_future_tokens_change_nothing(name: str) -> None:
     [
         ("llama", "dynamic"),
         ("llama", "static"),
-        # The caches of layers with a window slide. Gemma and GPT-OSS have both kinds of layers.
+        # Layers with a window have sliding caches. Gemma and GPT-OSS have layers of both kinds.
         ("mistral", "dynamic"),
         ("gemma2", "dynamic"),
         ("gemma3", "static"),
@@ -115,7 +115,7 @@ def test_generated_logits(name: str, cache: str) -> None:
 def test_generated_by_cuda_graphs() -> None:
     """generate() itself compiles the steps over a static cache, each of which is a CUDA graph.
 
-    Not with a window: the static cache of transformers for one recompiles by itself.
+    The model has no window: the static cache of transformers for a window recompiles by itself.
     """
     name = "llama"
     trio = made(name)
@@ -128,7 +128,8 @@ def test_generated_by_cuda_graphs() -> None:
 
 
 def check_generated(trio: Models, name: str, **options: Any) -> None:
-    """The logits by which generate() chose each token, against whole forwards over its text."""
+    """The logits by which generate() chose each token, compared with whole forwards over its
+    text."""
     ids, real = tokens(length=2 * WINDOW), padding("left", length=2 * WINDOW)
     inputs = on_device({"input_ids": ids * real, "attention_mask": real})
     found = trio.ours.eval().generate(

@@ -6,5 +6,5 @@ from dmattn.integrations.transformers.registration import check_transformers
 
 
 def test_transformers() -> None:
-    """Without one no model is tested, which is no reason to count the run as complete."""
+    """Without such a version no model is tested, and the run must not count as complete."""
     check_transformers()

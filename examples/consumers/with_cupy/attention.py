@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 import dmattn_kernels
 
-# numpy.ndarray or cupy.ndarray, of which the second has no types.
+# numpy.ndarray or cupy.ndarray; cupy has no type annotations.
 Array: TypeAlias = Any
 _View = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 
@@ -28,9 +28,9 @@ DTYPES = {
 
 
 def view(array: Array) -> _View:
-    """The array where it lies, by its strides: (address, dtype, shape, strides in elements).
+    """The array as the library reads it in place: (address, dtype, shape, strides in elements).
 
-    0 stands for a dtype that the library does not know; it says so by the argument's name.
+    The dtype is 0 for one that the library does not know; its error then names the argument.
     """
     address = array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
     strides = tuple(step // array.itemsize for step in array.strides)
@@ -120,7 +120,8 @@ def attention(
         lse = cp.empty((q.shape[0], q.shape[2], q.shape[1]), cp.float32)
         params = forward_params(q.device.id, q, k, v, mask, bias, out, lse, **numbers)
         size = params.workspace_size()
-        # Freed on return: CuPy's pool gives it only to later work of the same stream.
+        # Freed on return, while the kernels may still use it: CuPy's pool gives the memory only to
+        # later work on the same stream.
         workspace = cp.empty(size, cp.uint8)
         params.launch(workspace.data.ptr if size else 0, size, cp.cuda.get_current_stream().ptr)
     return out, lse
@@ -174,7 +175,8 @@ def main() -> None:
     out_error = np.abs(cp.asnumpy(out) - expected_out).max()
     lse_error = np.abs(cp.asnumpy(lse) - expected_lse).max()
     print(f"largest difference from the definition: out {out_error:.2e}, lse {lse_error:.2e}")
-    # The values are below 1, where float16 rounds by at most 2^-12: the probabilities, the result.
+    # The values are below 1, where float16 rounds by at most 2^-12: once the probabilities, once
+    # the result.
     if not (out_error <= 2**-11 and lse_error <= 1e-4):
         sys.exit("the kernels and the definition differ")
 

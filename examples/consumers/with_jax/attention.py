@@ -31,14 +31,14 @@ _View = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Numbers:
-    """What a call says beside its arrays."""
+    """The settings of a call, that is, all but its arrays."""
 
     softmax_scale: float
     softcap: float
     is_causal: bool
 
     def attributes(self, mask: jax.Array | None, bias: jax.Array | None) -> dict[str, Any]:
-        """As handlers.cpp reads them."""
+        """The attributes of the call, as handlers.cpp reads them."""
         return {
             "softmax_scale": np.float32(self.softmax_scale),
             "softcap": np.float32(self.softcap),
@@ -170,13 +170,14 @@ def check(
     try:
         params.workspace_size()
     except RuntimeError:
-        # No GPU in this process, which may be compiling for another machine. The library looks for
-        # one only after its checks, and the call itself will say so where there should be one.
+        # There is no GPU in this process, which may be compiling for another machine. The library
+        # looks for a GPU after its checks, so these have passed. If a GPU is needed here, the call
+        # itself fails.
         return
 
 
 def view(array: jax.Array | jax.ShapeDtypeStruct) -> _View:
-    """A contiguous array as the library takes it, without its address. 0 is no dtype."""
+    """A contiguous array as the library takes it, without an address. Unknown dtypes become 0."""
     strides = [int(np.prod(array.shape[i + 1 :], dtype=np.int64)) for i in range(len(array.shape))]
     return 0, DTYPES.get(array.dtype.name, 0), tuple(array.shape), tuple(strides)
 
@@ -241,8 +242,8 @@ def main() -> None:
         return
     errors = differences(causal_attention(*arrays), plain_attention(*arrays))
     errors += differences(gradients(causal_attention, *arrays), gradients(plain_attention, *arrays))
-    # bfloat16 rounds by 2^-9 of a number: the probabilities, the results, in the backward also the
-    # gradients of the logits, of which each result sums many.
+    # bfloat16 rounds by 2^-9 of a number. The probabilities and the results are rounded; in the
+    # backward so are the gradients of the logits, of which each result is a sum of many.
     limits = {"out": 2**-7, "lse": 1e-4, "dq": 2**-6, "dk": 2**-6, "dv": 2**-6, "dbias": 2**-6}
     for (name, limit), error in zip(limits.items(), errors, strict=True):
         print(f"{name}: largest relative difference from the definition {error:.2e}")

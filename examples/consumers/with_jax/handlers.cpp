@@ -1,5 +1,5 @@
-// Handlers for XLA's foreign function interface around dmattn_fwd and dmattn_bwd. Compiled without CUDA: the stream is passed on as it
-// comes. attention.py registers them.
+// Handlers for XLA's foreign function interface (FFI) that call dmattn_fwd and dmattn_bwd. They are compiled without
+// CUDA, since they only pass the stream on. attention.py registers them.
 #include <cstddef>
 #include <cstdint>
 #include <dmattn/dmattn.hpp>
@@ -13,7 +13,7 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-// 0, which the library refuses by name, for types that it does not know.
+// The library's code for a type; 0 for types that it does not know, which its error then names.
 int32_t dtype_of(ffi::DataType type) {
   switch (type) {
     case ffi::DataType::F16:
@@ -48,7 +48,7 @@ dmattn_tensor view(const ffi::AnyBuffer& buffer) {
   return tensor;
 }
 
-// The library's status and words as XLA's.
+// An error of the library as one of XLA's, with the same words.
 ffi::Error as_xla(const dmattn::Error& error) {
   switch (error.status()) {
     case DMATTN_ERROR_INVALID_VALUE:
@@ -63,7 +63,7 @@ ffi::Error as_xla(const dmattn::Error& error) {
   }
 }
 
-// What a call says beside its arrays; the names are those that attention.py gives.
+// The settings of a call, under the names that attention.py gives them.
 struct Settings {
   float softmax_scale, softcap;
   bool is_causal, has_mask, has_bias;
@@ -135,7 +135,7 @@ ffi::Error launch(void* stream, int32_t device, ffi::ScratchAllocator scratch, f
   return as_xla(error);
 }
 
-// On the CPU: checks the call as the other does, and then says that it cannot be done here.
+// On the CPU: checks the call as launch() does, and then returns the error that it needs a GPU.
 template <class Params>
 ffi::Error refuse(ffi::RemainingArgs args, ffi::RemainingRets rets, Settings settings) try {
   dmattn::workspace_size(describe<Params>(0, args, rets, settings));

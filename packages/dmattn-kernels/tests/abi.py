@@ -203,7 +203,7 @@ def fwd_params(
     dtype: int = BFLOAT16,
     **fields: object,
 ) -> FwdParams:
-    """A valid forward call of these extents; `fields` replaces or adds to what it holds."""
+    """A valid forward call of these extents, with these fields of the struct changed or added."""
     q = tensor((batch, seqlen_q, nheads, head_dim), dtype)
     k = tensor((batch, seqlen_k, nheads_k, head_dim), dtype)
     params = FwdParams(struct_size=ctypes.sizeof(FwdParams), softmax_scale=0.125, q=q, k=k, v=k)
@@ -213,9 +213,9 @@ def fwd_params(
 
 
 def bwd_params(gradients: str = "dq dk dv", **arguments: object) -> BwdParams:
-    """A valid backward call, arguments as for `fwd_params`, with these gradients asked for.
+    """A valid backward call that asks for these gradients; arguments as for `fwd_params`.
 
-    Those that are not among the arguments are contiguous.
+    Gradients that are not among the arguments are contiguous.
     """
     names = {field[0] for field in BwdParams._fields_}
     forward = {k: v for k, v in arguments.items() if k not in names}
@@ -243,7 +243,7 @@ def packed_fields(
     head_dim: int = 64,
     dtype: int = BFLOAT16,
 ) -> dict[str, object]:
-    """What makes a valid call of `fwd_params` one over packed sequences."""
+    """The fields that turn a valid call of `fwd_params` into one over packed sequences."""
     q = tensor((total_q, nheads, head_dim), dtype)
     k = tensor((total_k, nheads_k, head_dim), dtype)
     cu_seqlens = tensor((sequences + 1,), INT32)
@@ -261,7 +261,10 @@ def packed_fields(
 
 
 def packed_fwd_params(**arguments: object) -> FwdParams:
-    """A valid forward call over three sequences: sizes as for `packed_fields`, then fields."""
+    """A valid forward call over packed sequences.
+
+    Arguments are those of `packed_fields`, and fields of the struct to be changed or added.
+    """
     return fwd_params(**_packed(arguments))  # type: ignore[arg-type]
 
 
@@ -281,7 +284,7 @@ def _packed(arguments: dict[str, object]) -> dict[str, object]:
 def selection(
     seqlen_q: int, seqlen_k: int, capacity: int, batch: int = 1, heads: int = 1, causal: bool = True
 ) -> Selection:
-    """A selection whose arrays have the shapes that these lengths ask for."""
+    """A selection whose arrays have the shapes that follow from these lengths."""
     lists = (batch, heads, -(-seqlen_q // 128) if causal else 1)
     found = Selection(
         end=tensor((batch, heads, seqlen_k), INT32),
@@ -294,7 +297,7 @@ def selection(
 
 
 def select_params(**fields: object) -> SelectParams:
-    """A valid selection of the best 100 of 1000 keys for 300 rows; `fields` replaces."""
+    """A valid call that selects the best 100 of 1000 keys for 300 rows, with changed fields."""
     params = SelectParams(
         struct_size=ctypes.sizeof(SelectParams),
         is_causal=1,
@@ -307,7 +310,7 @@ def select_params(**fields: object) -> SelectParams:
 
 
 def build_key_lists_params(**fields: object) -> BuildKeyListsParams:
-    """Valid lists of 256 of 1000 keys for 300 rows; `fields` replaces."""
+    """A valid call for lists of up to 256 of 1000 keys for 300 rows, with changed fields."""
     params = BuildKeyListsParams(
         struct_size=ctypes.sizeof(BuildKeyListsParams),
         seqlen_q=300,
@@ -317,7 +320,7 @@ def build_key_lists_params(**fields: object) -> BuildKeyListsParams:
 
 
 def cache_append_params(**fields: object) -> CacheAppendParams:
-    """A valid call for 3 tokens and a cache of 64 entries; `fields` replaces."""
+    """A valid call for 3 tokens and a cache of 64 entries, with changed fields."""
     params = CacheAppendParams(struct_size=ctypes.sizeof(CacheAppendParams), evict=1)
     for name, shape, dtype in (
         ("k_new", (2, 3, 4, 64), BFLOAT16),
@@ -348,7 +351,7 @@ _DRAFTED = (
 
 
 def cache_draft_params(**fields: object) -> CacheDraftParams:
-    """A valid draft of 3 tokens; `fields` replaces."""
+    """A valid draft of 3 tokens, with changed fields."""
     params = CacheDraftParams(struct_size=ctypes.sizeof(CacheDraftParams))
     for name, shape, dtype in (
         *_DRAFTED,
@@ -363,7 +366,7 @@ def cache_draft_params(**fields: object) -> CacheDraftParams:
 
 
 def cache_commit_params(**fields: object) -> CacheCommitParams:
-    """A valid commit of that draft; `fields` replaces."""
+    """A valid commit of the draft of `cache_draft_params`, with changed fields."""
     params = CacheCommitParams(struct_size=ctypes.sizeof(CacheCommitParams))
     for name, shape, dtype in (*_DRAFTED, ("count", (2,), INT64)):
         setattr(params, name, tensor(shape, dtype))
@@ -371,7 +374,7 @@ def cache_commit_params(**fields: object) -> CacheCommitParams:
 
 
 def join_keys_params(**fields: object) -> JoinKeysParams:
-    """A valid call for a state of 64 keys and a stretch of 100; `fields` replaces."""
+    """A valid call for a state of 64 keys and a stretch of 100, with changed fields."""
     params = JoinKeysParams(struct_size=ctypes.sizeof(JoinKeysParams))
     for name, shape, dtype in (
         ("k_first", (2, 64, 4, 64), BFLOAT16),
@@ -391,7 +394,7 @@ def join_keys_params(**fields: object) -> JoinKeysParams:
 
 
 def keep_keys_params(**fields: object) -> KeepKeysParams:
-    """A valid call that keeps 64 of 200 keys, 50 of them a state's; `fields` replaces."""
+    """A valid call that keeps 64 of 200 keys, 50 of them of a state, with changed fields."""
     params = KeepKeysParams(struct_size=ctypes.sizeof(KeepKeysParams), row=199)
     for name, shape, dtype in (
         ("end", (2, 4, 200), INT32),
@@ -418,7 +421,7 @@ def replace(params: P, fields: dict[str, object]) -> P:
 
 
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Argument and result types of every exported function."""
+    """Declare argument and result types of the exported functions."""
     size = ctypes.POINTER(ctypes.c_size_t)
     for params, (size_name, launch_name) in CALLS.items():
         pointer = ctypes.POINTER(params)

@@ -43,8 +43,10 @@ def library(library_path: Path) -> ctypes.CDLL:
 
 @pytest.fixture(scope="session")
 def probe(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """host/*_probe.cpp: what a call would do, from src/host alone, which knows no CUDA, and from
-    headers of kernels that are plain arithmetic."""
+    """host/*_probe.cpp, compiled without CUDA: functions that tell what a call would do.
+
+    They use src/host and those headers of the kernels that hold nothing but arithmetic.
+    """
     output = tmp_path_factory.mktemp("probe") / "libplan_probe.so"
     folder = PACKAGE / "tests" / "host"
     sources = [folder / f"{name}_probe.cpp" for name in ("plan", "terms", "numbering", "tail")]

@@ -1,4 +1,4 @@
-"""Reads out of a shared library what the tests ask: exported names, needed libraries, GPU code."""
+"""Reads from a shared library what the tests need: exported names, needed libraries, GPU code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SHT_DYNAMIC, SHT_DYNSYM = 6, 11
 DT_NEEDED, DT_RUNPATH = 1, 29
 FATBIN_MAGIC = 0xBA55ED50
 FATBIN_PTX, FATBIN_ELF = 1, 2
-ONE_ARCHITECTURE = 1 << 20  # flag of code that runs on no other chip: sm_90a
+ONE_ARCHITECTURE = 1 << 20  # flag of code that runs on one architecture only, such as sm_90a
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Library:
 
 
 def _fatbin(data: bytes) -> list[tuple[str, int]]:
-    """Containers one after another, each with a header and entries of code."""
+    """As `Library.cuda_code`, from containers that each have a header and entries of code."""
     found, at = [], 0
     while at + 16 <= len(data):
         magic, _, header, size = struct.unpack_from("<IHHQ", data, at)

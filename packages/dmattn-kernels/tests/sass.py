@@ -1,4 +1,4 @@
-"""Disassembles the kernels of a library for one chip, and finds the loops of their products."""
+"""Disassembles a library's kernels for one chip, and finds their loops of matrix products."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENDS = {"EXIT", "RET", "BRA", "BRX", "JMP", "JMX"}
 
 @dataclass(frozen=True)
 class Instruction:
-    name: str  # with what is behind its dots, as BRA.U.ANY
+    name: str  # with its modifiers, such as BRA.U.ANY
     operands: str
     is_predicated: bool
 
@@ -33,7 +33,7 @@ class Instruction:
 
     @property
     def runs_on(self) -> bool:
-        """Whether the instruction behind may be next. BRA.DIV jumps where threads have diverged."""
+        """Whether the next instruction may run after this one. BRA.DIV jumps if threads diverge."""
         return self.opcode not in ENDS or self.is_predicated or ".DIV" in self.name
 
     @property
@@ -46,7 +46,7 @@ class Instruction:
 
     @property
     def target(self) -> int | None:
-        """The number of the instruction that a jump goes to; a function that is called returns."""
+        """The number of the instruction that a jump goes to. A call is no jump, as it returns."""
         if self.opcode not in ("BRA", "JMP"):
             return None
         return int(self.operands.split(",")[-1], 16) // INSTRUCTION_BYTES
@@ -61,7 +61,7 @@ class Kernel:
 
     @cached_property
     def flow(self) -> nx.DiGraph:
-        """From the number of each instruction to those that may run next."""
+        """A graph of the numbers of instructions, with edges to those that may run next."""
         graph = nx.DiGraph()
         for number, instruction in enumerate(self.instructions):
             graph.add_node(number)
@@ -79,7 +79,8 @@ class Kernel:
         for loop in nx.strongly_connected_components(graph):
             if len(loop) == 1 or not any(self.instructions[n].is_matrix_product for n in loop):
                 continue
-            # Without the places where it is entered, what goes round once more is a loop inside.
+            # Without the instructions at which the loop is entered, a cycle that is left is an
+            # inner loop.
             entries = {
                 n for n in loop if any(before not in loop for before in graph.predecessors(n))
             }

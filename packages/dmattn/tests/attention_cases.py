@@ -10,17 +10,18 @@ from torch import Tensor
 
 from dmattn.reference import ReferenceGradients, reference_gradients
 
-# What the comparison allows beside twice the plain computation's error, relative to the largest
+# The tolerance that is added to twice the error of the plain computation, relative to the largest
 # value of the oracle (or to 1). In half precision it is two roundings, 2 * 2^-11 and 2 * 2^-8: with
-# one key, or two, the plain computation may be exact where dout . out of a rounded out is not.
+# one or two keys the plain computation may be exact, while the backward is not, since it computes
+# the dot product of dout and out from an out that was rounded.
 _TINY = {
     torch.float16: 1e-3,
     torch.bfloat16: 8e-3,
     torch.float32: 1e-5,
     torch.float64: 4e-14,
 }
-# Whether a graph may hold the minimum or maximum of two lengths. Older torch decides for the side
-# that it finds while it traces, so that other lengths need graphs of their own.
+# Whether torch can trace the minimum or maximum of two symbolic lengths. Older torch compiles for
+# the length that happens to be the smaller while it traces, so other lengths need other graphs.
 TRACES_EXTREMES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 9)
 _LENGTHS = (0, 1, 2, 7, 31, 33, 127, 128, 129)
 
@@ -165,9 +166,10 @@ def assert_close_to_oracle(
     dtype: torch.dtype,
     summed_rows: int = 1,
 ) -> None:
-    """At most twice the error of the plain computation in `dtype`, plus a tiny term.
+    """Assert that the error is at most twice that of the plain computation in `dtype`, plus a bit.
 
-    A bias shared by rows gathers the roundings of all of them, which add up as noise does.
+    The gradient of a bias that `summed_rows` rows share collects the rounding errors of all of
+    them. They add up like noise, to the square root of their number.
     """
     assert got.shape == oracle.shape, f"{name}: shape {tuple(got.shape)}"
     if got.numel() == 0:

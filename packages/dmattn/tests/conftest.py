@@ -25,9 +25,10 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)
 def _as_if_it_were_the_first_test() -> None:
-    """Numbers, and what is seen of checks and choices, must not depend on the tests before it.
+    """Random numbers, and calls remembered as checked, must not depend on the tests before.
 
-    Which those are depends on how fast the processes are that share the tests.
+    Which tests ran before in this process depends on the speed of the processes that share the
+    tests.
     """
     torch.manual_seed(0)
     known_calls.forget()

@@ -2,9 +2,9 @@
 
     python parallel_cases.py FOLDER WORLD...
 
-Runs every case with each number of processes and leaves FOLDER/WORLD.RANK.json: for each case what
-went wrong on that rank, or "". Run by `test_context_parallel.py`, in a process of its own, so that
-the ranks are forked from one that has imported everything and computed nothing.
+Runs every case with each number of processes and writes FOLDER/WORLD.RANK.json: for each case the
+error on that rank, or "". `test_context_parallel.py` runs it as a separate process, so that the
+ranks are forked from a process that has imported everything and computed nothing.
 """
 
 import functools
@@ -107,7 +107,7 @@ def padding(rank: int, world: int) -> None:
 
 @case
 def scores_that_select_nothing(rank: int, world: int) -> None:
-    """Ties across borders: the later key is kept. NaN and -inf never are."""
+    """Ties between keys of two ranks: the later key is kept. Scores NaN and -inf are never kept."""
     lengths = [40] * world
     whole = operands(lengths)
     whole[3] = torch.zeros_like(whole[3])
@@ -121,7 +121,7 @@ def scores_that_select_nothing(rank: int, world: int) -> None:
 
 @case
 def packed_documents(rank: int, world: int) -> None:
-    """Documents that cross borders, and stretches of unequal lengths."""
+    """Documents that lie on several ranks, and stretches of unequal lengths."""
     choose = random.Random(7 * world)
     for trial in range(12):
         torch.manual_seed(trial)  # masks are the same on all ranks, whatever ran before
@@ -139,7 +139,7 @@ def packed_documents(rank: int, world: int) -> None:
 
 @case
 def window_of_more_keys_than_there_are(rank: int, world: int) -> None:
-    """Ranks send no more keys than the longest stretch has, with documents as without."""
+    """Ranks send no more keys than the longest stretch has, also with documents."""
     lengths, sent = [20 + i for i in range(world)], []
     start_gather = exchange.start_gather
 
@@ -167,7 +167,7 @@ def boundaries_as_tensors(rank: int, world: int) -> None:
 
 @case
 def default_device(rank: int, world: int) -> None:
-    """Where new tensors are made that name no device plays no part."""
+    """The default device, on which torch makes tensors that name no device, plays no part."""
     lengths = [40] * world
     whole, documents = operands(lengths), [0, 13, 40 * world]
     own = [part(t, lengths, rank) for t in whole]
@@ -179,7 +179,7 @@ def default_device(rank: int, world: int) -> None:
 
 @case
 def groups(rank: int, world: int) -> None:
-    """A mesh of one dimension, a dimension of a mesh, a process group: only its ranks count."""
+    """`group` as a mesh of one dimension, a dimension of a mesh, or a process group."""
     lengths = [40] * world
     check(rank, lengths, operands(lengths), 25, group=init_device_mesh("cpu", (world,)))
     check(rank, lengths, operands(lengths), 25, group=dist.group.WORLD)
@@ -200,7 +200,10 @@ def groups(rank: int, world: int) -> None:
 
 @case
 def groups_without_the_cpu(rank: int, world: int) -> None:
-    """As with nccl alone: agreements take another way, however many groups a rank is in."""
+    """If groups carry no CPU tensors, as with nccl alone, ranks agree through a group of gloo.
+
+    That works for ranks that are in unequal numbers of groups, too.
+    """
     if world < 3:
         return
     dist.new_group([0, 1])
@@ -271,7 +274,7 @@ def wrong_arguments(rank: int, world: int) -> None:
 
 @case
 def split_tensors(rank: int, world: int) -> None:
-    """DTensors, which know themselves what each rank holds, are refused: on all ranks, by name."""
+    """DTensors, which know themselves what each rank holds, are refused on all ranks."""
     mesh = init_device_mesh("cpu", (world,))
     lengths = [20] * world
     whole = operands(lengths)
@@ -283,7 +286,7 @@ def split_tensors(rank: int, world: int) -> None:
             given[place] = split[place]
         call = functools.partial(context_parallel_attention, *given, window_size=9)
         expect(TypeError, f"{name}: got a DTensor, wanted a plain tensor", call)
-    # Nor do they go beside a state, or into one.
+    # They are also refused if a state is to be returned, and as the keys of a state.
     attend = functools.partial(flash_dmattn_func, *split[:3], attn_bias=split[3], window_size=9)
     words = "query: got a DTensor, wanted a plain tensor with state, return_state or cu_seqlens"
     expect(TypeError, words, functools.partial(attend, is_causal=True, return_state=True))
@@ -294,7 +297,7 @@ def split_tensors(rank: int, world: int) -> None:
 
 @case
 def transforms(rank: int, world: int) -> None:
-    """Of torch.func, on one rank or on all: refused on all of them."""
+    """Transforms of torch.func, on one rank or on all, are refused on all ranks."""
     lengths = [20] * world
     mine = [part(t, lengths, rank) for t in operands(lengths)]
 
@@ -312,7 +315,7 @@ def transforms(rank: int, world: int) -> None:
 
 @case
 def gradients_are_the_callers(rank: int, world: int) -> None:
-    """What a caller does with gradients and results changes no inputs, nor what comes later."""
+    """Overwriting returned outputs and gradients changes no inputs, and no later gradients."""
     lengths = [40] * world
     mine = [part(t, lengths, rank).clone().requires_grad_() for t in operands(lengths)]
     before = [t.detach().clone() for t in mine]
@@ -355,10 +358,10 @@ def gradients_are_the_callers(rank: int, world: int) -> None:
 
 @case
 def exchange_owns_what_it_adds_to(rank: int, world: int) -> None:
-    """Gradients reach the exchange, which adds to them in place, in memory of nobody else."""
+    """Gradients that reach the exchange, which adds to them in place, share memory with nothing."""
     lengths = [40] * world
     whole = operands(lengths)
-    whole[2] = torch.randn_like(whole[1])  # of one head dimension, so attention is the last node
+    whole[2] = torch.randn_like(whole[1])  # all of one head_dim: attention is the last node
     mine = [part(t, lengths, rank).clone().requires_grad_() for t in whole]
     out, lse = context_parallel_attention(*mine, window_size=33, return_lse=True)
     assert out.grad_fn is not None
@@ -380,7 +383,7 @@ def exchange_owns_what_it_adds_to(rank: int, world: int) -> None:
 
 @case
 def key_used_more_than_once(rank: int, world: int) -> None:
-    """As key and value of a call, in another call, and elsewhere in the loss."""
+    """The key is also the value of its call, is used in another call, and elsewhere in the loss."""
     lengths = [40] * world
     whole = operands(lengths)
     weight = torch.randn_like(whole[1])
@@ -410,7 +413,7 @@ def key_used_more_than_once(rank: int, world: int) -> None:
 
 @case
 def key_changed_before_the_backward(rank: int, world: int) -> None:
-    """The first rank, which attends to its keys where they lie, notices as attention does."""
+    """The first rank attends to its keys without a copy, and raises what plain attention raises."""
     lengths = [40] * world
     mine = [part(t, lengths, rank).clone().requires_grad_() for t in operands(lengths)]
     out = context_parallel_attention(*mine, window_size=33)
@@ -423,7 +426,7 @@ def key_changed_before_the_backward(rank: int, world: int) -> None:
 
 @case
 def second_derivatives(rank: int, world: int) -> None:
-    """Are refused, also where other ways lead to the operands too."""
+    """They are refused, also if the loss depends on the operands in other ways, too."""
     lengths = [40] * world
     mine = [part(t, lengths, rank).clone().requires_grad_() for t in operands(lengths)]
     out = context_parallel_attention(*mine, window_size=33)
@@ -437,7 +440,7 @@ def second_derivatives(rank: int, world: int) -> None:
 
 @case
 def batches_of_gradients(rank: int, world: int) -> None:
-    """As torch.autograd.functional.jacobian(vectorize=True) asks for them."""
+    """Batched gradients, as torch.autograd.functional.jacobian(vectorize=True) asks for them."""
     lengths = [40] * world
     mine = [part(t, lengths, rank).clone().requires_grad_() for t in operands(lengths)]
 
@@ -463,7 +466,7 @@ def make_layer() -> DynamicMaskAttention:
 
 
 def layer_case(rank: int, world: int) -> tuple[DynamicMaskAttention, Tensor, Tensor, Tensor]:
-    """The layer with its gradients, a rank's input, what it should give, the loss's weights."""
+    """The plain layer with its gradients; a rank's input, expected output and loss weights."""
     plain = make_layer()
     x, weight = torch.randn(2, 2, 30 * world, 32, dtype=torch.float64)
     want = plain(x)
@@ -474,7 +477,7 @@ def layer_case(rank: int, world: int) -> tuple[DynamicMaskAttention, Tensor, Ten
 
 @case
 def layer(rank: int, world: int) -> None:
-    """Positions are counted on from rank to rank; parameters' gradients are sums over the ranks."""
+    """Positions continue from rank to rank; gradients of parameters are summed over the ranks."""
     plain, x, want, weight = layer_case(rank, world)
     own = make_layer()
     out = own(x, group=dist.group.WORLD)
@@ -497,7 +500,7 @@ def layer(rank: int, world: int) -> None:
 
 @case
 def wrong_arguments_of_a_layer(rank: int, world: int) -> None:
-    """What one rank's layer refuses is raised by all, and afterwards they still work together."""
+    """If the layer of one rank refuses a call, all ranks raise, and work together afterwards."""
     layer, wrong = make_layer(), rank == world - 1
     x, table = torch.randn(2, 20, 32, dtype=torch.float64), torch.randn(20, 4)
     attend = functools.partial(layer, group=dist.group.WORLD)
@@ -511,7 +514,7 @@ def wrong_arguments_of_a_layer(rank: int, world: int) -> None:
 
 @case
 def sharded_and_checkpointed(rank: int, world: int) -> None:
-    """Parameters sharded by FSDP2, activations computed again in the backward."""
+    """Parameters are sharded by FSDP2, and activations are computed again in the backward."""
     plain, x, want, weight = layer_case(rank, world)
     layers = nn.ModuleList([make_layer(), make_layer()])
     # FSDP2 of the oldest torch does not run on a CPU: there the ranks add up gradients themselves.
@@ -519,7 +522,7 @@ def sharded_and_checkpointed(rank: int, world: int) -> None:
     for one in layers if shards else ():
         fully_shard(one, mesh=init_device_mesh("cpu", (world,)))
     for one, reentrant in zip(layers, (False, True), strict=True):
-        given = x.clone().requires_grad_()  # else a reentrant checkpoint sees nothing to learn
+        given = x.clone().requires_grad_()  # else a reentrant checkpoint has no gradients
 
         def run(given: Tensor, one: nn.Module = one) -> Tensor:
             return one(given, group=dist.group.WORLD)
@@ -539,7 +542,7 @@ def sharded_and_checkpointed(rank: int, world: int) -> None:
 
 @case
 def compiled(rank: int, world: int) -> None:
-    """One graph without breaks, forward and backward; on two ranks, since it takes seconds."""
+    """One graph without breaks, forward and backward; on two ranks only, since it takes seconds."""
     if world != 2:
         return
     _, x, want, weight = layer_case(rank, world)
@@ -616,7 +619,7 @@ def work(rank: int, world: int, folder: Path) -> None:
 
 
 def lose_a_rank(rank: int, world: int, folder: Path) -> None:
-    """The last rank dies between forward and backward; what the others then raise."""
+    """The last rank dies between forward and backward; the others write down what they raise."""
     ranks.join(rank, world, folder)
     out = attend(20, learned=True)
     if rank == world - 1:

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 packages/dmattn/tests/parallel_gpus.py
 
-For machines with several GPUs, which the suites do not ask for. Prints a line for each case: how
-far output and gradients are from those of one GPU, as a part of their norm, and the same for a
-second run on one GPU, whose sums are added in another order. Fails where a difference is larger
+For machines with several GPUs, which the suites do not need. Prints a line for each case: how far
+output and gradients are from those of one GPU, relative to their norm, and in parentheses the same
+for a second run on one GPU, whose sums are added in another order. Fails if a difference is larger
 than rounding to bfloat16 explains.
 """
 
@@ -26,7 +26,7 @@ from dmattn.distributed import context_parallel, context_parallel_attention
 
 SEQLEN, WINDOW = 12288, 700
 NAMES = ("out", "lse", "dq", "dk", "dv", "dbias")
-LARGEST = 6e-3  # bfloat16 has 8 bits: what was rounded twice is off by up to 2 ** -8, 0.0039
+LARGEST = 6e-3  # bfloat16 has 8 bits: two roundings make an error of up to 2 ** -8, 0.0039
 failed: list[str] = []
 
 
@@ -45,7 +45,7 @@ def operands(device: torch.device, heads_of_scores: int = 4) -> list[Tensor]:
 
 
 def report(case: str, found: list[Tensor], wanted: list[Tensor], again: list[Tensor]) -> None:
-    """Rank by rank, so that lines do not mix; every rank calls it."""
+    """Print the differences rank by rank, so that lines do not mix; every rank has to call it."""
     words = []
     for name, got, want, twice in zip(NAMES, found, wanted, again, strict=False):
         a, b, c = (torch.nan_to_num(t.detach().double(), neginf=0.0) for t in (got, want, twice))
@@ -120,7 +120,10 @@ def function(device: torch.device, ranks: int) -> None:
 
 
 def _saving_on_host(*arguments: Any, **named: Any) -> Any:
-    """What is saved comes back behind the event that gradients are sent at."""
+    """Attention whose saved tensors are on the host until the backward.
+
+    They are copied back only after the event for which the exchange of gradients waits.
+    """
     with torch.autograd.graph.save_on_cpu(pin_memory=True):
         return context_parallel_attention(*arguments, **named)
 
@@ -132,10 +135,10 @@ def layer(device: torch.device, ranks: int) -> None:
         torch.manual_seed(2)
         made = DynamicMaskAttention(256, 8, 4, window_size=WINDOW, device=device)
         nn.init.normal_(made.A)
-        # Scores far from each other. By default softplus(dt) is 0.69 for all tokens, give or take
-        # a twentieth. The gradients of a row's scores add up to 0, so that of A is what that
-        # twentieth leaves of large sums, and rounding the output to bfloat16 changes it by 5 %: on
-        # one GPU, too.
+        # Make scores differ more. By default softplus(dt) is 0.69 for all tokens, to within a
+        # twentieth. The gradients of a row's scores add up to 0, so the gradient of A is a small
+        # remainder of large sums, and rounding the output to bfloat16 changes it by 5 %, on one
+        # GPU as well.
         nn.init.normal_(made.dt_proj.weight)
         return made
 
@@ -171,7 +174,7 @@ def _gap(a: Tensor, b: Tensor) -> float:
 def main() -> int:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    # Without gloo: the ranks' agreement makes its own group.
+    # Without gloo, so that the ranks make a group of gloo for their agreements.
     dist.init_process_group("nccl", timeout=timedelta(seconds=60), device_id=device)
     ranks = dist.get_world_size()
     function(device, ranks)

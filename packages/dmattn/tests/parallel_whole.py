@@ -1,4 +1,4 @@
-"""Context parallel attention of a rank's tokens, compared with that of the whole sequence."""
+"""Context parallel attention of a rank's tokens, compared with one call of the whole sequence."""
 
 from collections.abc import Callable
 from typing import Any
@@ -77,7 +77,7 @@ def check(
 
 
 def both_ways(run: Callable[[], None]) -> None:
-    """By gathering states, and by a scan over the ranks."""
+    """Run with both ways to exchange states: gathering them, and a scan over the ranks."""
     usual = context_parallel.GATHER_BYTES
     try:
         for limit in (usual, 0):

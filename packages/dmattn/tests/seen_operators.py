@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Seen(TorchDispatchMode):
-    """The names of the operators that are called inside of it, in `names`."""
+    """Records the names of the operators that are called within it, in `names`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Scores to select keys by, and what a selection of them is, by brute force."""
+"""Scores to select keys by, and the selections expected of them, by brute force."""
 
 import math
 
@@ -51,7 +51,7 @@ def brute_force(
 
 
 def check_lists(selection: KeySelection, keep: Tensor) -> None:
-    """The list of each block: what any row keeps, what all rows keep in front, zeros behind."""
+    """Check the list of each block: the keys that any row keeps, full keys first; zeros behind."""
     assert selection.idx.shape[3] % BLOCK_ROWS == 0
     for b in range(keep.shape[0]):
         for h in range(keep.shape[1]):

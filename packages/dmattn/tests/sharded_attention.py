@@ -1,6 +1,6 @@
-"""Attention on DTensors over two processes: split by batch and by heads, against the whole.
+"""Attention on DTensors over two processes, split by batch or by heads, against plain tensors.
 
-Prints "equal" for each way of splitting, with all keys and with a choice of them. Run by
+Prints "equal" for each way of splitting, with all keys and with a window. Run by
 test_operators.py.
 """
 

@@ -1,4 +1,4 @@
-"""Two processes train a layer whose linear layers are each sharded for themselves (FSDP2, gloo).
+"""Two processes train a layer whose linear layers are each sharded separately (FSDP2, gloo).
 
 Run by `test_modules_adapters.py`. Prints "equal" once per process if output and gradients are those
 of the plain layer.
@@ -23,7 +23,7 @@ WORLD = 2
 
 
 def train(rank: int, world: int, folder: Path) -> None:
-    """One step, next to the same step of the plain layer."""
+    """One training step, compared with the same step of the plain layer."""
     ranks.join(rank, world, folder)
     torch.manual_seed(0)
     plain, x = DynamicMaskAttention(32, 4, 2, window_size=5), torch.randn(2, 12, 32)

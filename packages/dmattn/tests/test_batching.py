@@ -33,7 +33,7 @@ Shapes = dict[str, tuple[int, ...] | None]
 
 
 class _Counting(TorchDispatchMode):
-    """Counts the calls of dmattn's operators that get past all transforms."""
+    """Counts the calls of dmattn's operators that are left below all transforms of torch.func."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class _Counting(TorchDispatchMode):
 
 @contextmanager
 def one_call(*names: str, each: int = 1) -> Iterator[None]:
-    """These operators are called once, no others more often, and torch warns of nothing."""
+    """Within it the named operators are called `each` times, none more often, without a warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with _Counting() as counting:
@@ -81,7 +81,7 @@ def entry(operands: Sequence[Any], dims: Sequence[int | None], i: int) -> list[A
 
 
 def operands_of(shapes: Shapes, mapped: str, dim: int) -> tuple[Any, Any]:
-    """Operands of these shapes, those that are mapped with entries in `dim`; and where they are."""
+    """Operands of these shapes, and their in_dims; mapped ones have their entries in `dim`."""
     torch.manual_seed(0)
     operands: list[Any] = []
     dims: list[int | None] = []
@@ -138,7 +138,7 @@ mapped = pytest.mark.parametrize("mapped", MAPPED)
 
 
 def mapped_among(*kinds: tuple[Any, Any, Any]) -> pytest.MarkDecorator:
-    """Each kind of mask, bias and sinks with each choice of mapped operands that it has."""
+    """Each (bias, mask, sinks) with each choice of mapped operands that names one of the call's."""
     cases = []
     for kind in kinds:
         given = {name for name, t in zip(("bias", "mask", "sinks"), kind, strict=True) if t}
@@ -156,7 +156,7 @@ def mapped_among(*kinds: tuple[Any, Any, Any]) -> pytest.MarkDecorator:
     ((2, 4, 9, 9), (2, 2, 9, 1), None),
 )
 def test_masks_and_biases_of_every_shape(bias: Any, mask: Any, sinks: Any, mapped: str) -> None:
-    """Also with one gradient for each entry of a bias, or of sinks, that all entries share."""
+    """Also if all entries share a bias or sinks, whose gradient then is asked for by each entry."""
     shapes = {**DENSE, "bias": bias, "mask": mask, "sinks": sinks}
     check(attend, shapes, mapped, is_causal=True)
     check(attend, shapes, mapped, softcap=2.0, deterministic=True)
@@ -245,7 +245,7 @@ def test_wrong_boundaries_of_an_entry_are_refused() -> None:
 
 
 def test_vmap_in_vmap() -> None:
-    """Each with other operands mapped, and entries in other dimensions of the results."""
+    """The two map other operands, and put entries in other dimensions of the results."""
 
     def one(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor) -> Tensor:
         return flash_dmattn_func(
@@ -317,7 +317,7 @@ def test_gradients_of_each_sample_of_a_layer(window_size: int | None) -> None:
 
 
 def test_a_bias_in_half_precision_is_rounded_once() -> None:
-    """Also where its heads, one for all, have to be widened for the call."""
+    """Also where one head of the bias serves all heads, and has to be expanded for the call."""
     torch.manual_seed(0)
     shapes = {"q": (2, 9, 8, 8), "k": (2, 40, 8, 8), "v": (2, 40, 8, 8), "bias": (1, 1, 1, 40)}
     operands, dims = operands_of(shapes, "q bias", 0)
@@ -329,7 +329,7 @@ def test_a_bias_in_half_precision_is_rounded_once() -> None:
     found = vmap(grad(loss, 4), dims)(*low)
     wanted = torch.stack([grad(loss, 4)(*entry(low, dims, i)) for i in range(ENTRIES)])
     torch.testing.assert_close(found, wanted, rtol=2**-7, atol=0)
-    # In float32 the heads are added in another order, which hardly ever shows in 8 bits.
+    # The heads are added in float32, in another order, which rarely changes the rounded result.
     assert (found != wanted).sum() <= 2
 
 
@@ -379,7 +379,7 @@ def test_selections_of_given_intervals_and_documents() -> None:
 
 
 def test_stretches() -> None:
-    """States move through vmap like any tensors."""
+    """States pass through vmap like any tensors."""
 
     def both(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         parts = []
@@ -426,7 +426,7 @@ def test_operators_by_name() -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiles(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vmap within a graph that serves any number of entries, and gradients from outside."""
+    """vmap within a graph that serves any number of entries; gradients are taken outside of it."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     k, bias = normal(2, 9, 2, 8), normal(1, 2, 1, 9)
@@ -446,7 +446,7 @@ def test_compiles(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
         found = torch.autograd.grad(out.square().sum(), leaves)
         wanted = torch.autograd.grad(each(*leaves).square().sum(), leaves)
         torch.testing.assert_close(found, wanted)
-    calls = Mock(side_effect=sinks.forward)  # a graph does not let modes look into it
+    calls = Mock(side_effect=sinks.forward)  # modes do not see calls within a graph
     monkeypatch.setattr(sinks, "forward", calls)
     compiled(*leaves)
     assert calls.call_count == 1
@@ -468,7 +468,7 @@ def test_no_entries() -> None:
 
 
 def test_sinks_of_one_head_beside_packed_sequences() -> None:
-    """Heads of the entries go side by side, and sinks have one for each of them."""
+    """The heads of all entries are put side by side, and sinks then have a number for each."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, ENTRIES, 9, 1, 8)
     one = torch.randn(1)

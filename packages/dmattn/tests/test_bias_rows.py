@@ -34,7 +34,7 @@ def keys_apart(*shape: int) -> Tensor:
 
 PADDED = scores(1, 2, 300, 304)[..., :300]
 
-# Whether it is copied forward, and backward.
+# Calls, and whether their bias is copied in the forward, and in the backward.
 CASES: dict[str, tuple[Problem, bool, bool]] = {
     "none": (problem(None), False, False),
     "of keys": (problem(scores(1, 2, 1, 301), 301), False, False),
@@ -74,7 +74,8 @@ def ordered(*shape: int, dtype: torch.dtype = torch.bfloat16, head_dim: int = 64
     return given._replace(deterministic=True)
 
 
-# Of sums in a fixed order: whether the bias is copied backward, and whether its gradient has room.
+# Calls with sums in a fixed order (deterministic), whether the bias is copied in the backward, and
+# whether rows of its gradient are padded to whole 16 bytes.
 ORDERED: dict[str, tuple[Problem, bool, bool]] = {
     "odd, of each": (ordered(4, 2, 300, 301), True, True),
     "odd, shared by 2": (ordered(4, 1, 300, 301), True, True),
@@ -102,7 +103,8 @@ ORDERED: dict[str, tuple[Problem, bool, bool]] = {
         ordered(4, 2, 300, 301)._replace(bias=scores(4, 2, 300, 1).expand(4, 2, 300, 301)),
         *(False, False),
     ),
-    # The sm80 code takes these, and kernels for few keys read any rows.
+    # Not copied: the sm80 code takes softcap, and fp32 beside a mask with rows. Kernels for few
+    # keys read any rows.
     "softcap": (ordered(4, 2, 300, 301)._replace(softcap=5.0), False, False),
     "fp32 beside a mask": (
         ordered(4, 2, 300, 301, dtype=torch.float32)._replace(mask=scores(1, 1, 300, 301) > 0),
@@ -119,7 +121,7 @@ ORDERED: dict[str, tuple[Problem, bool, bool]] = {
 
 @pytest.mark.parametrize("name", ORDERED)
 def test_sums_in_a_fixed_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hopper's kernels for them take only rows that start on 16 bytes, of the gradient as well."""
+    """Hopper's kernels for such sums need rows that start on 16 bytes, of bias and gradient."""
     given, backward, room = ORDERED[name]
     elsewhere = copies(given, backward=True)
     assert not pads_gradient(given)
@@ -166,5 +168,5 @@ def test_copies_have_rows_that_start_on_16_bytes(name: str) -> None:
     assert torch.equal(copy, bias) and copy.stride(-1) == 1 and starts_rows_on_16_bytes(copy)
     assert copy.data_ptr() % 16 == 0
     assert not copies(given._replace(bias=copy), backward=True)
-    # What is expanded stays it.
+    # Expanded dimensions stay expanded.
     assert [s == 0 for s in copy.stride()] == [s == 0 for s in bias.stride()]

@@ -145,7 +145,7 @@ def test_ragged_prompts(evict: bool, side: str) -> None:
 
 @pytest.mark.parametrize("evict", [True, False])
 def test_ragged_steps(evict: bool) -> None:
-    """Each sequence takes the tokens that are its own, at its own pace."""
+    """Each sequence takes only those tokens of a call that are active for it, at its own pace."""
     q, k, v, score = sequence()
     want, cache = attend(q, k, v, score), make(evict)
     done = [0, 0]
@@ -227,7 +227,7 @@ def test_copies_go_on_where_the_cache_was(evict: bool, way: str) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("evict", [True, False])
 def test_inside_of_inference_mode_and_outside(evict: bool) -> None:
-    """Tensors that were made in that mode could not be written outside of it."""
+    """A cache works in both, although tensors made in inference mode cannot be written outside."""
     whole = sequence("tied")
     modes = [torch.inference_mode, torch.no_grad]
     with torch.inference_mode():
@@ -253,7 +253,7 @@ def test_inside_of_inference_mode_and_outside(evict: bool) -> None:
 
 
 def test_steps_compile_once() -> None:
-    """The host counts nothing that changes from step to step."""
+    """No Python number changes from step to step, so no step needs another graph."""
     q, k, v, score = sequence()
     cache, graphs = make(), 0
 
@@ -329,7 +329,7 @@ def test_operator(active: str | None, tokens: int) -> None:
 @pytest.mark.parametrize("evict", [True, False])
 @pytest.mark.parametrize("tokens", [1, 4, 8, 9])
 def test_tokens_may_lie_in_the_cache_itself(tokens: int, evict: bool) -> None:
-    """The first ones may then take the entries that the others are read from."""
+    """Then the first tokens may overwrite the entries from which the later ones are read."""
     for seed in range(10):
         cache = make(evict)
         decode(cache, sequence(), 0, 30, 5)
@@ -538,7 +538,7 @@ def test_layers_of_every_kind_decode(options: dict[str, Any], evict: bool, promp
 
 @torch.no_grad()
 def test_layer_takes_the_masks_of_generation_loops() -> None:
-    """int64, and of all tokens so far: padding, prompt and what was generated."""
+    """They are int64, and cover all tokens so far: padding, prompt and what was generated."""
     attention, x = layer(), torch.randn(B, 30, 32)
     mask = torch.ones(B, 30, dtype=torch.int64)
     mask[0, :7], mask[1, 24:] = 0, 0
@@ -566,7 +566,7 @@ def test_layers_do_not_share_a_cache() -> None:
     with pytest.raises(ValueError, match="cache: got one that holds the keys of another layer"):
         second(x, cache=cache)
     assert torch.equal(cache.seen, before.seen) and torch.equal(cache.k, before.k)
-    second(x, cache=before)  # a copy belongs to nobody
+    second(x, cache=before)  # a copy belongs to no layer
     cache.reset(torch.arange(B - 1))
     with pytest.raises(ValueError, match="cache: got one that holds the keys of another layer"):
         second(x, cache=cache)
@@ -581,7 +581,7 @@ def test_a_call_that_fails_does_not_make_a_cache_its_layers() -> None:
     first, second = (DynamicMaskAttention(32, 4, 2, window_size=5) for _ in range(2))
     cache = first.make_cache(2)
     first(torch.randn(2, 7, 32), cache=cache)
-    for copied in (cache.clone(), copy.deepcopy(cache)):  # of which no layer is known
+    for copied in (cache.clone(), copy.deepcopy(cache)):  # copies belong to no layer
         with pytest.raises(ValueError, match="positions: got shape"):
             second(torch.randn(2, 1, 32), cache=copied, positions=torch.arange(3))
         first(torch.randn(2, 1, 32), cache=copied)

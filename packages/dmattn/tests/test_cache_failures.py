@@ -1,4 +1,4 @@
-"""A DynamicMaskCache that refuses something is afterwards what it was before."""
+"""A DynamicMaskCache is unchanged after a call that it refuses, or that fails."""
 
 import math
 from typing import Any
@@ -71,7 +71,7 @@ def test_wrong_numbers(
 def test_an_attention_that_fails_takes_its_tokens_back(
     monkeypatch: pytest.MonkeyPatch, active: Tensor | None, held: int
 ) -> None:
-    """The third token's attention runs out of memory, when all three are in."""
+    """The attention of the third token runs out of memory, when all three have been added."""
     import dmattn.cache as module
 
     cache = prefilled(False, held)

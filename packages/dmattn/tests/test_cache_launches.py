@@ -1,7 +1,7 @@
-"""DynamicMaskCache and states of stretches: few operations a call, and drafts that are not copied.
+"""DynamicMaskCache and states: few operations per call, and drafts without a copy of the cache.
 
-Every operation counted here launches at least one kernel on a GPU, where small calls take the time
-of their launches.
+Every operation counted here launches at least one kernel on a GPU, where launching takes nearly all
+the time of small calls.
 """
 
 import collections
@@ -22,7 +22,7 @@ from dmattn.cache_drafts import SPARE_ROWS, Draft
 B, HK, D, W = 2, 2, 8, 40
 NAMES = ("k", "v", "score", "position", "seen")
 
-# Views and memory, which launch nothing.
+# Operators that make views or allocate memory, and launch nothing.
 _FREE = frozenset(
     f"aten::{name}"
     for name in (
@@ -30,13 +30,13 @@ _FREE = frozenset(
         *("select", "squeeze", "unsqueeze", "detach", "alias", "split", "unbind"),
         *("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"),
         "promote_types",
-        "arange",  # made once for all calls on a stream, but not where a mode looks on
+        "arange",  # made once for all calls on a stream, except under a dispatch mode
     )
 )
 
 
 class Launches(TorchDispatchMode):
-    """Counts operations that do something, by name."""
+    """Counts the operators that launch something, by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Launches(TorchDispatchMode):
 
 
 def count(call: Callable[[], Any]) -> collections.Counter[str]:
-    call()  # what is made once
+    call()  # the first call also makes what all calls share
     with Launches() as launches:
         call()
     return launches.names
@@ -102,7 +102,7 @@ def test_a_draft_behind_the_entries_is_the_sequence_that_goes_on(
     cache = make()
     cache.append_and_attend(*tokens(before, nheads, kind))
     for t in (most, max(1, most - 3), most):
-        cache.append_and_attend(*tokens(2, nheads, kind))  # lets keys lie in no order
+        cache.append_and_attend(*tokens(2, nheads, kind))  # leaves keys in no order
         held, draft = cache.clone(), tokens(t, nheads, kind)
         out = cache.peek(*draft, softcap=2.0)
         assert isinstance(cache._draft, Draft) and cache._draft.rows.k._base is cache.k._base
@@ -131,7 +131,7 @@ def test_a_draft_without_spare_rows_is_copied() -> None:
     for other in (torch.load(saved, weights_only=True), copy.deepcopy(cache), cache.clone()):
         assert torch.equal(other.peek(*draft), want)
         assert isinstance(other._draft, Draft) and other._draft.rows.spare == SPARE_ROWS
-    # As many rows between the slots as ever, but none behind the last one.
+    # The stride between slots is as before, but there are no spare rows behind the last slot.
     size = 1 + sum((n - 1) * m for n, m in zip(cache.k.shape, cache.k.stride(), strict=True))
     without = cache.k.new_zeros(size).as_strided(cache.k.shape, cache.k.stride()).copy_(cache.k)
     for k in (without, cache.k.contiguous()):
@@ -185,7 +185,7 @@ def test_a_draft_as_long_as_the_cache() -> None:
 
 
 def test_a_draft_that_fails_leaves_none_to_commit() -> None:
-    """The one before it has been overwritten."""
+    """The draft before it cannot be committed either: it has been overwritten."""
     cache = make()
     cache.append_and_attend(*tokens(100))
     before = cache.clone()
@@ -262,7 +262,7 @@ def test_a_draft_takes_few_operations() -> None:
     assert looked == {"cache_draft": 1}, looked
     with Launches() as launches:
         cache.commit(n)
-    for name in ("lt", "gt", "bitwise_or", "index"):  # on the CPU n is looked at
+    for name in ("lt", "gt", "bitwise_or", "index"):  # on the CPU the values of n are checked
         launches.names[name] -= 1
     assert +launches.names == {"cache_commit": 1}, launches.names
 
@@ -290,7 +290,7 @@ def test_a_stretch_behind_a_state_takes_few_operations() -> None:
         )
         states.append(state)
 
-    assert sum(count(stretch).values()) <= 17  # of one behind another
+    assert sum(count(stretch).values()) <= 17  # of a stretch behind a state
     states[:] = [None]
     with Launches() as launches:
         stretch()

@@ -1,4 +1,4 @@
-"""DynamicMaskCache: many tokens at once, drafts and slots, equal to each sequence by itself."""
+"""DynamicMaskCache: many tokens per call, drafts and slots give what each sequence gives alone."""
 
 import itertools
 import math
@@ -53,7 +53,7 @@ def assert_near(got: Tensor, want: Tensor) -> None:
 
 
 def assert_same_content(got: DynamicMaskCache, want: DynamicMaskCache) -> None:
-    """The same keys, wherever they lie."""
+    """The same entries, in whatever order."""
     orders = [c.position.argsort(-1) for c in (got, want)]
     for name in ("score", "position"):
         a, b = (getattr(c, name).gather(-1, o) for c, o in zip((got, want), orders, strict=True))
@@ -89,7 +89,7 @@ def test_a_text_in_chunks_is_the_text(evict: bool, kind: str, lengths: tuple[int
     assert_near(torch.cat(outs, 1), attend(whole))
     prefilled = make(evict)
     prefilled.prefill(*part(whole, 0, N)[1:])
-    if kind == "holes" and not evict:  # what is never chosen has a place all the same
+    if kind == "holes" and not evict:  # it also holds keys that are never chosen
         assert cache.seen.tolist() == [N] * B
     else:
         assert_same_content(cache, prefilled)

@@ -1,4 +1,4 @@
-"""The comparison of attentions, tiny: it runs to its end, and all start from the same weights."""
+"""examples/compare_attention.py, tiny: it runs to its end, and all start from the same weights."""
 
 import json
 import sys
@@ -60,7 +60,7 @@ def test_renders(example: SimpleNamespace, results: dict, tmp_path: Path) -> Non
 
 
 def test_stops_in_time(example: SimpleNamespace, tmp_path: Path) -> None:
-    """What a limit cut short says so, and is in no table."""
+    """Runs that the limit cuts short are recorded as incomplete, and are in no table."""
     arguments = ["--quick", "--device=cpu", "--seeds=1", "--limit=1e-3", "--no-progress"]
     found = example.main([*arguments, "--tasks", "recall", f"--output={tmp_path / 'results.json'}"])
     assert [run["complete"] for run in found["runs"]] == [False] * 3
@@ -107,7 +107,7 @@ def test_refuses_before_it_trains(
 
 
 def test_all_start_alike(example: SimpleNamespace) -> None:
-    """Where the window holds all keys, the three attentions are the same function at first."""
+    """If the window holds all keys, the three attentions are the same function before training."""
     config = example.plan.QUICK[example.plan.TEXT].config
     tokens = torch.arange(config.window)[None]
     full, *others = (
@@ -172,7 +172,7 @@ def test_joined_pairs(example: SimpleNamespace) -> None:
 
 
 def test_cache_bytes(example: SimpleNamespace) -> None:
-    """Keys and values in bfloat16; beside the best w, a float32 score and a position each."""
+    """Keys and values in bfloat16; with running top-w a float32 score and a position per entry."""
     config = example.plan.QUICK[example.plan.TEXT].config
     entry = 2 * 2 * config.width // config.heads * config.kv_heads * config.layers
     full, sliding, top = (

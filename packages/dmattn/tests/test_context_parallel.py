@@ -1,4 +1,7 @@
-"""Context parallel attention gives on every rank what a single process gives: see the script."""
+"""Context parallel attention gives on every rank what a single process gives.
+
+The cases are in `parallel_cases.py`, which is run once for all tests.
+"""
 
 import json
 import os
@@ -18,7 +21,7 @@ SCRIPT = Path(__file__).with_name("parallel_cases.py")
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with what each rank found."""
+    """The folder with the results of each rank."""
     folder = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, str(SCRIPT), str(folder), *map(str, WORLDS)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -31,7 +34,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("letter", ["a", "\u00e9", "\u6f22", "\U0001f600"])
 def test_an_error_of_any_text_fits_its_message(letter: str) -> None:
-    """A character may take twelve bytes."""
+    """A character may take twelve bytes in a message."""
     message = groups._as_message({}, ValueError(letter * 5000))
     assert len(message) <= groups.MESSAGE_BYTES
     assert set(json.loads(message)["error"]) == {letter}

@@ -1,4 +1,4 @@
-"""The CPU backend: what it does with keys in lists, and with NaN and INF that no row keeps."""
+"""The CPU backend: lists of keys, and NaN and INF in keys that no row keeps."""
 
 import math
 from collections.abc import Callable
@@ -176,7 +176,7 @@ def test_what_is_not_kept_has_no_effect(kind: str, poisoned: str, value: float) 
 @pytest.mark.parametrize("length", [1, 30, 74, 76, 99])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_unused_places_of_a_buffer(dtype: torch.dtype, length: int, is_causal: bool) -> None:
-    """Keys that a mask drops are as good as absent, whatever their share and what they hold."""
+    """Keys that a mask hides have no effect, whatever their number and whatever they hold."""
     case = random_case(1, 3, 100, dtype=dtype, is_causal=is_causal)
     mask = (torch.arange(100) < length)[None, None, None]
     case.key[:, length:] = math.nan
@@ -191,7 +191,7 @@ def test_unused_places_of_a_buffer(dtype: torch.dtype, length: int, is_causal: b
 
     case.key, case.value = case.key[:, :length], case.value[:, :length]
     case.options = {"is_causal": False}
-    if is_causal:  # the rows stand at the end of the buffer, not of what is used of it
+    if is_causal:  # rows are aligned to the end of the buffer, not of its used part
         case.attn_mask = torch.ones(3, 100, dtype=torch.bool).tril(97)[None, None, :, :length]
     oracle, plain = case.reference(), case.reference(dtype)
     got = (out, lse, grads[0], grads[1][:, :length], grads[2][:, :length])
@@ -201,7 +201,7 @@ def test_unused_places_of_a_buffer(dtype: torch.dtype, length: int, is_causal: b
 
 
 def test_sums_that_overflow_are_no_reason_for_other_results() -> None:
-    """The quick look for NaN and INF adds everything up; finite numbers may overflow there."""
+    """The quick check for NaN and INF adds all numbers up, where finite numbers may overflow."""
     case = random_case(1, 16, 30, dtype=torch.float32, mask_shape=(1, 1, 16, 30))
     case.value = torch.full_like(case.value, 3e36)
     out = flash_dmattn_func(*case.inputs)
@@ -295,7 +295,7 @@ def test_wrong_lists_find_only_keys_that_exist() -> None:
 
 
 def packed_problem(dtype: torch.dtype, per_key: bool, is_causal: bool) -> Problem:
-    """Sequences of (rows, keys) 3, 0 / 0, 5 / 130, 129 / 7, 9."""
+    """Sequences of (rows, keys): (3, 0), (0, 5), (130, 129), (7, 9)."""
     torch.manual_seed(1)
     bounds_q, bounds_k = (0, 3, 3, 133, 140), (0, 0, 5, 134, 143)
     shape = (2, 143) if per_key else (4, 140, 129)
@@ -379,7 +379,7 @@ def some_problem(kind: str) -> Problem:
 @pytest.mark.parametrize("kind", ["dense", "key mask", "packed", "lists"])
 @pytest.mark.parametrize("number", range(16))
 def test_needed_gradients_alone(number: int, kind: str) -> None:
-    """Each subset of the gradients has the values of all of them; the others are (0,)."""
+    """Any subset of the gradients equals them in a call for all; the others have shape (0,)."""
     problem = some_problem(kind)
     results = cpu.forward(problem)
     dout, dlse = torch.ones_like(results.out), torch.ones_like(results.lse)
@@ -424,7 +424,7 @@ def test_gradients_are_derivatives(kind: str, softcap: float) -> None:
 @pytest.mark.parametrize("seqlen_k", LENGTHS)
 @pytest.mark.parametrize("seqlen_q", LENGTHS)
 def test_key_masks_of_all_shares(seqlen_q: int, seqlen_k: int, is_causal: bool) -> None:
-    """Lists made of masks, and masks applied to slices, with a bias near the largest number."""
+    """Masks turned into lists, and masks applied to slices, with a bias near float32's maximum."""
     for share in (0.0, 0.3, 0.95, 1.0):
         case = random_case(
             1, seqlen_q, seqlen_k, dtype=torch.float32, bias_shape=(1, 1, 1, seqlen_k)
@@ -432,8 +432,8 @@ def test_key_masks_of_all_shares(seqlen_q: int, seqlen_k: int, is_causal: bool) 
         case.attn_mask = torch.rand(1, 4, 1, seqlen_k) < share
         case.attn_bias = torch.where(torch.rand(1, 1, 1, seqlen_k) < 0.5, 3e38, 2.9e38)
         case.options = {"is_causal": is_causal, "softmax_scale": 8**-0.5}
-        # torch takes the gradient of logsumexp from exp(x - lse), which knows nothing of the sum
-        # once log(sum) has vanished from lse.
+        # No gradient of lse: torch computes that of logsumexp by exp(x - lse), which is wrong here,
+        # where x is so large that rounding removes log(sum) from lse.
         case.dlse = torch.zeros_like(case.dlse)
         problem = Problem(*case.inputs, **case.options)
         results = cpu.forward(problem)
@@ -449,7 +449,7 @@ def test_key_masks_of_all_shares(seqlen_q: int, seqlen_k: int, is_causal: bool) 
 @given(case=cases(), block=st.sampled_from((8, 100)))
 @settings(max_examples=100)
 def test_exact_blocks_give_the_same(case: Case, block: int) -> None:
-    """Blocks computed as if they met NaN or INF, though they do not."""
+    """Blocks are computed as if they contained NaN or INF, though they do not."""
     problem = Problem(*case.inputs, **{**case.options, "softmax_scale": 0.5})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(key_blocks, "_KEYS_PER_BLOCK", block)

@@ -1,4 +1,4 @@
-"""Outputs of the caller's on the CUDA path: which of them are handed to the kernels themselves.
+"""The caller's outputs (`out=`) on the CUDA path: which of them the kernels write to directly.
 
 A recorder stands in for the kernels, as in `test_cuda_path.py`.
 """
@@ -21,7 +21,7 @@ K, BIAS = half(2, 7, 2, 64), torch.randn(2, 2, 1, 7)
 
 
 class OnTheCpu(CudaBackend):
-    """Takes tensors on the CPU, for a recorder."""
+    """The CUDA backend for tensors on the CPU, where a recorder stands in for the kernels."""
 
     devices = ("cpu",)
 
@@ -38,7 +38,7 @@ def _recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     install(RECORDER, monkeypatch)
     before = list(registry.BACKENDS)
     registry.BACKENDS[:] = [OnTheCpu()]
-    # What the kernels leave as it is.
+    # New tensors are filled with ones, since the recorder writes nothing.
     empty = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: _ones(empty(*a, **k)))
     yield
@@ -54,7 +54,7 @@ def _ones(t: Tensor) -> Tensor:
 
 
 def aligned_slices(rows: int = 5) -> dict[str, Tensor]:
-    """Of larger outputs; each row starts on 16 bytes."""
+    """Slices of larger tensors; each row of a slice starts at a multiple of 16 bytes."""
     return {
         "whole": half(2, rows, 4, 64),
         "rows": half(2, rows + 9, 4, 64)[:, 3 : 3 + rows],
@@ -98,7 +98,10 @@ def test_slices_are_handed_to_the_kernels(name: str, prepared: bool) -> None:
 @pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("name", odd_slices())
 def test_rows_that_do_not_start_on_16_bytes_are_copied_to(name: str, prepared: bool) -> None:
-    """Kernels of older chips would serve the call for their sake; but not to decode a row."""
+    """If kernels got such an output, those of older chips would have to serve the call.
+
+    That is not so for a single row (decoding), which is written directly.
+    """
     out = odd_slices()[name]
     found, *_ = forward(Problem(half(2, 5, 4, 64), K, K), out, prepared)
     (call,) = RECORDER.calls
@@ -149,7 +152,7 @@ def test_tensors_of_inference_mode() -> None:
 
 @pytest.mark.parametrize("options", ["plain", "window", "selection", "leading rows"])
 def test_public_calls(options: str) -> None:
-    """The first one, and those of a known kind."""
+    """The first call, and the next ones, whose kind is known."""
     q, given = half(2, 5, 4, 64), (K, K, None, BIAS)
     more: dict[str, Any] = {
         "plain": {},

@@ -1,4 +1,4 @@
-"""What the CUDA path hands to the kernels, seen by a recorder in their place, without a GPU.
+"""What the CUDA path hands to the kernels, in whose place a recorder stands, without a GPU.
 
 The tensors are on the CPU; only `dmattn.backends.cuda` is called, which does not look at device
 types.
@@ -33,7 +33,7 @@ from dmattn.problem import Needs, Packing, Problem, Results, empty_results
 
 FLOAT16, BFLOAT16, FLOAT32, BOOL, INT32, INT64 = 1, 2, 3, 4, 5, 6
 WORKSPACE = 4096
-# In the order of the constructors.
+# The arguments of the constructors, in their order.
 SELECT_FIELDS = "device scores key_mask selection window seqlen_q is_causal cu_seqlens"
 LISTS_FIELDS = "device selection seqlen_q reach needed"
 APPEND_FIELDS = (
@@ -45,7 +45,7 @@ DRAFT_FIELDS = (
 COMMIT_FIELDS = "device draft count k v score position seen"
 
 
-# The types of the compiled module: what it calls its arguments.
+# The stub file of the compiled module, which has the names of its arguments.
 KERNELS = Path(__file__).parents[2] / "dmattn-kernels"
 BINDING = KERNELS / "src/dmattn_kernels/_core.pyi"
 
@@ -64,7 +64,7 @@ def binding_arguments(struct: str) -> dict[str, bool]:
 
 
 class Recorder(ModuleType):
-    """Stands in for dmattn_kernels._core: keeps the arguments and fills the outputs with ones."""
+    """Stands in for dmattn_kernels._core: records all arguments, and writes to no tensor."""
 
     def __init__(self, abi: int = kernels.ABI_VERSION) -> None:
         super().__init__("dmattn_kernels._core")
@@ -106,7 +106,7 @@ class Recorder(ModuleType):
         return self._record_in_order("KeepKeysParams", arguments)
 
     def _record_in_order(self, struct: str, arguments: tuple[Any, ...]) -> "Recorder":
-        """As the compiled module takes them: in the order of its own stub."""
+        """Record arguments that the compiled module takes by position, named as in its stub."""
         names = binding_arguments(struct)
         required = [name for name, optional in names.items() if not optional]
         assert len(required) <= len(arguments) <= len(names)
@@ -225,7 +225,7 @@ def test_a_prepared_call_hands_on_what_the_first_one_did(
     made = {"out", "lse", "lse_rest", "dout", "dlse", "dq", "dk", "dv", "dbias"}
     for first, second in zip(recorder.calls[:2], recorder.calls[2:], strict=True):
         assert first.keys() == second.keys()
-        for name, value in first.items():  # of memory that is new, all but the address
+        for name, value in first.items():  # new memory: all but the address
             start = 1 if name in made and value is not None else 0
             assert (value[1:] if start else value) == (second[name][1:] if start else second[name])
     assert {x["window"] for x in recorder.calls} == {7 if lists == "sliding" else 0}
@@ -235,7 +235,7 @@ def test_a_prepared_call_hands_on_what_the_first_one_did(
 def test_calls_that_need_more_are_not_prepared(recorder: Recorder) -> None:
     problem = Problem(half(2, 5, 4, 64), half(2, 7, 2, 64), half(2, 7, 2, 64))
     packing = Packing(torch.tensor([0, 5]).int(), torch.tensor([0, 7]).int(), 5, 7)
-    # As torch.compile has them made: more lists than there are blocks of rows.
+    # Lists as they are made under torch.compile: more of them than there are row blocks.
     end, *lists = select_keys(torch.randn(2, 2, 1, 7), 3, query_len=5).lists
     spare = Selection(end, *ops_select._as_many(tuple(lists), 2))
     others = (
@@ -254,7 +254,7 @@ def test_calls_that_need_more_are_not_prepared(recorder: Recorder) -> None:
 def test_results_of_prepared_calls_have_the_strides_of_others(
     recorder: Recorder, shape: tuple[int, ...]
 ) -> None:
-    """Whatever the strides of the operands are, which may be odd where a dimension is 1."""
+    """For operands of any strides, which may have any value in dimensions of size 1."""
     q = half(*shape)
     for way in (q, q.transpose(0, 1), q.transpose(1, 3), q[::2][:1], q[:1].expand(2, *shape[1:])):
         if way.stride(-1) != 1 or way.shape[-1] % 8 != 0:
@@ -301,7 +301,7 @@ def test_a_prepared_selection_is_handed_on_as_the_first_one(
 def test_a_module_that_does_all_at_once_is_called_once(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch, missing: int
 ) -> None:
-    """Unless it finds no memory: then that of torch is used, whose errors say how much there is."""
+    """Unless it finds no memory: then torch allocates, whose errors say how much there is."""
     given: list[tuple[Any, ...]] = []
 
     def at_once(*arguments: Any) -> int:
@@ -365,7 +365,7 @@ def test_no_dbias_without_a_bias(recorder: Recorder) -> None:
 
 
 def test_gradient_of_a_sum_is_made_readable(recorder: Recorder) -> None:
-    """Its last stride is 0, and the kernels read vectors along head_dim."""
+    """It is expanded, with a last stride of 0, but the kernels read vectors along head_dim."""
     dout = torch.ones((), dtype=torch.bfloat16).expand(2, 5, 4, 64)
     dlse = torch.ones(()).expand(2, 4, 5)
     backward(ALL, dout=dout, dlse=dlse)
@@ -448,7 +448,7 @@ class Filled(CudaBackend):
 
 
 def test_sinks_change_what_the_kernels_return(recorder: Recorder) -> None:
-    """In float64, where the kernels say what the rounding of lse dropped."""
+    """Sinks are added in float64, since the kernels also return what rounding dropped from lse."""
     backend, q, bias = Filled(), half(2, 5, 4, 64), torch.randn(1, 1, 1, 7)
     sink = torch.tensor([20000.5, -9.0, 3e4, -torch.inf])
     problem = Problem(q, *[half(2, 7, 2, 64)] * 2, None, bias, sink)
@@ -470,7 +470,7 @@ def test_sinks_change_what_the_kernels_return(recorder: Recorder) -> None:
 @pytest.mark.parametrize("heads", [1, 2, 4])
 @pytest.mark.parametrize("rows", [1, 7])
 def test_dbias_of_rows_beside_sinks(recorder: Recorder, heads: int, rows: int) -> None:
-    """The kernels would take dlse for it, which leaves out what goes to the sinks."""
+    """The kernels would return dlse as this gradient, which leaves out the share of the sinks."""
     q, dout = torch.randn(2, 7, 4, 8), torch.randn(2, 7, 4, 8)
     k, v = torch.randn(2, 5, 2, 8), torch.randn(2, 5, 2, 8)
     sink = torch.tensor([0.5, -torch.inf, 3.0, 0.0])
@@ -592,7 +592,7 @@ def test_a_cache_that_keeps_all_is_only_appended_to(recorder: Recorder) -> None:
 
 
 def test_keys_are_joined_as_they_lie(recorder: Recorder) -> None:
-    """Views with contiguous rows are read in place; a score or a mask that is shared, too."""
+    """Views with contiguous rows are read in place, and so are an expanded score and a mask."""
     first = half(2, 5, 4, 64), half(2, 5, 4, 32), torch.randn(2, 4, 5)
     new = half(2, 9, 2, 64)[:, 2:], half(2, 7, 32, 2).mT, half(1, 7, 4).mT.expand(2, 4, 7)
     mask = torch.ones(2, 1, 7, dtype=torch.bool)

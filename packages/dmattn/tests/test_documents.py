@@ -113,7 +113,7 @@ def test_ways_to_write_the_boundaries() -> None:
 
 
 def test_lists_hold_at_most_the_window_and_a_block() -> None:
-    """All that the first row of a block keeps leaves with it, and each of its rows enters."""
+    """The longest list: the keys of a block's first row, which all leave, and 127 that enter."""
     for edge in (200, 256, 257, 300):
         scores = torch.linspace(1, 0, 600).sigmoid()[None, None]
         selection = assert_selects(scores, 200, [0, edge, edge + 50, 600])
@@ -184,7 +184,7 @@ def test_operators_refuse_wrong_boundaries_on_the_cpu(wrong: list[int]) -> None:
 
 @given(st.lists(st.integers(-5, 40), min_size=1, max_size=6))
 def test_ends_of_documents_without_waiting(bounds: list[int]) -> None:
-    """What runs on CUDA: no values are read, and wrong ones still give keys that are there."""
+    """The function for CUDA reads no values; wrong boundaries still give ends among the keys."""
     ends = cuda.document_ends(torch.tensor(bounds, dtype=torch.int32), 30)
     assert ends.dtype == torch.int32
     assert bool((ends > torch.arange(30)).all()) and int(ends.max()) <= 30
@@ -281,7 +281,7 @@ def test_list_operator() -> None:
 
 
 def test_more_lists_than_blocks() -> None:
-    """As a compiler asks for, that does not know the number of blocks: the others are empty."""
+    """A compiler that does not know the number of blocks asks for more lists; those are empty."""
     bias = torch.randn(2, 2, 90)
     select_four = torch.ops.dmattn.select_keys
     few, many = select(bias, None, 9, 90, True), select_four(bias, None, 9, 90, True, None, 4)

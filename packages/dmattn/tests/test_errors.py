@@ -1,4 +1,4 @@
-"""Bad input: the error raised, which names the argument, what came and what was wanted."""
+"""Bad input raises an error that names the argument, what it got and what was wanted."""
 
 from collections.abc import Callable
 from typing import Any
@@ -227,7 +227,7 @@ def test_bad_backward_input(
 
 
 def test_fakes_refuse_the_same() -> None:
-    """The meta device runs the fakes: same checks, same words."""
+    """The meta device runs the fake implementations, which check the same with the same words."""
     given = {name: t.to("meta") for name, t in inputs(query=zeros(2, 5, 3, 8)).items()}
     with pytest.raises(ValueError, match="key: got 2 heads, wanted a divisor of the 3"):
         flash_dmattn_func(**given)
@@ -235,7 +235,7 @@ def test_fakes_refuse_the_same() -> None:
 
 @pytest.mark.parametrize("softcap", [1.2e-38, 3e38])
 def test_softcaps_that_float32_just_holds(softcap: float) -> None:
-    """Products of 0 stay 0: all keys count alike."""
+    """Dot products of 0 stay 0, so that all keys count alike."""
     given = inputs(query=torch.zeros_like(inputs()["query"]))
     out = flash_dmattn_func(**given, softcap=softcap)
     torch.testing.assert_close(out, flash_dmattn_func(**given))

@@ -115,7 +115,7 @@ def test_probabilities_beside_a_state_are_refused_as_in_the_call() -> None:
 
 
 def test_long_lists() -> None:
-    """Those of documents are as long as the documents; those of a window are not."""
+    """Lists for documents are as long as the documents, and slow if these are long."""
     given = operands(1, rows=1024)
 
     def of_documents(length: int) -> str:

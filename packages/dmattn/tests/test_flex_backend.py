@@ -1,4 +1,4 @@
-"""The flex backend beyond what the attention suite looks at: its blocks, kernels and reasons."""
+"""The flex backend beyond the attention suite: its block tables, kernels, and why it refuses."""
 
 import importlib.util
 import math
@@ -37,7 +37,7 @@ def problem(seqlen_q: int = 300, seqlen_k: int = 420, batch: int = 2, **fields: 
 
 
 def documents(**fields: Any) -> Problem:
-    """Packed; the 2nd has no rows, the 3rd no keys, the 5th more rows than keys."""
+    """Packed sequences; the 2nd has no rows, the 3rd no keys, the 5th more rows than keys."""
     rows, keys = [70, 0, 9, 230, 200], [90, 40, 0, 300, 130]
     bounds = [
         torch.tensor([0, *torch.tensor(n).cumsum(0).tolist()], dtype=torch.int32)
@@ -61,7 +61,7 @@ def sliding(window: int, seqlen_q: int = 300) -> Problem:
 
 
 def same_documents(**fields: Any) -> Problem:
-    """Packed; rows and keys have the same boundaries."""
+    """Packed sequences; rows and keys have the same boundaries."""
     given = documents(**fields)
     bounds, longest = given.packing.cu_seqlens_k, given.packing.max_seqlen_k
     q = torch.randn(given.k.shape[0], *given.q.shape[1:])
@@ -102,7 +102,7 @@ def pairs(given: Problem) -> Tensor:
 
 
 def blocks_of(table: BlockTable, name: str) -> Tensor:
-    """bool (.., row blocks, key blocks): what a table lists."""
+    """bool (.., row blocks, key blocks): the pairs of blocks that a table lists under `name`."""
     number, index = getattr(table, f"{name}_num"), getattr(table, f"{name}_idx")
     listed = torch.arange(index.shape[-1]) < number[..., None]
     return torch.zeros_like(listed).scatter(-1, index.long(), listed)
@@ -110,7 +110,7 @@ def blocks_of(table: BlockTable, name: str) -> Tensor:
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_blocks(name: str) -> None:
-    """What rows keep lies in the blocks that are listed, once, and full ones are kept entirely."""
+    """All kept pairs lie in blocks that are listed, once each; full blocks are kept entirely."""
     given = PROBLEMS[name]()
     kept = pairs(given)
     table = block_table(arrange(given))
@@ -135,7 +135,7 @@ def test_no_blocks_where_all_keys_are_kept() -> None:
 
 
 def test_wrong_boundaries_stay_in_bounds() -> None:
-    """On a GPU nobody checks cu_seqlens: mask_mod and the tables index by what they say."""
+    """On a GPU cu_seqlens are not checked, but mask_mod and block tables use them as indices."""
     given = documents(mask=torch.rand(2, 509, 300) < 0.3, is_causal=True)
     assert given.packing is not None
     for wrong in ([0, -7, 900, 2**31 - 1, -(2**31), 5], [560] * 6, [0] * 6):
@@ -162,7 +162,7 @@ class Compilations:
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compilations]:
-    """Calls take the path of GPUs: blocks and torch.compile. Only what it compiles to differs."""
+    """Calls take the path of GPUs, with blocks and torch.compile; graphs are run as they are."""
     counted = Compilations()
     monkeypatch.setattr(torch_flex, "COMPILER", counted)
     monkeypatch.setattr(torch_flex, "runs_compiled", lambda q: True)
@@ -185,14 +185,14 @@ def test_new_values_and_lengths_do_not_compile_again(graphs: Compilations) -> No
     call(2, 300, 420)  # other numbers
     assert graphs.count == 1
     call(3, 450, 600)
-    assert graphs.count == 2  # for all batches, lengths and numbers of blocks to come
+    assert graphs.count == 2  # serves all further batches, lengths and blocks
     for shape in ((4, 451, 900), (2, 200, 300), (7, 130, 1031)):
         call(*shape)
     assert graphs.count == 2
 
 
 def test_each_kind_of_call_has_a_kernel_of_its_own(graphs: Compilations) -> None:
-    """In one function torch.compile would take the soft cap for a variable, and then fail."""
+    """If they shared a function, torch.compile would take the softcap for a variable, and fail."""
     given = problem(40, 50)
     for softcap in (2.0, 3.0, 4.0):
         flash_dmattn_func(given.q, given.k, given.v, softcap=softcap, backend="flex")
@@ -200,7 +200,7 @@ def test_each_kind_of_call_has_a_kernel_of_its_own(graphs: Compilations) -> None
 
 
 def test_compiled_packed_call(graphs: Compilations) -> None:
-    """Masks and biases of each row's own, which are indexed by what packing says."""
+    """With a mask and a bias for each row, which are indexed by the boundaries of the packing."""
     given = documents()
     assert given.packing is not None
     total_q, longest = given.q.shape[0], given.packing.max_seqlen_k
@@ -225,7 +225,7 @@ def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     assert registry.choose(biased).name == "cpu"
 
     class OnCuda:
-        """As much of a CUDA tensor as is looked at."""
+        """The attributes of a CUDA tensor that are looked at."""
 
         is_cuda, device, shape = True, torch.device("cuda:0"), (2, 300, 4, 48)
 
@@ -249,7 +249,7 @@ def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     (lack,) = reasons(torch.float32)
     for part in ("torch.float32", "backend 'flex'", "pip install triton"):
         assert part in str(lack)
-    # What a user is told whom no backend serves: the dtype, who would serve it, and the way out.
+    # If no backend serves a call, the user is told the dtype, who would serve it, and the way out.
     q: Any = OnCuda(torch.float32)
     q.stride = lambda dim: 1
     monkeypatch.setattr(registry, "BACKENDS", [registry.named("cuda"), backend])
@@ -267,7 +267,7 @@ H200_BYTES = 232448  # shared memory that a block may have
 
 
 def on_gpu(head_dim: int = 64, dtype: torch.dtype = torch.bfloat16, **fields: Any) -> Problem:
-    """A problem of some lengths, without memory."""
+    """A problem of given sizes on the meta device, without memory."""
     sizes = {"batch": 1, "seqlen_q": 200, "seqlen_k": 300, "heads": 4} | {
         name: fields.pop(name)
         for name in ("batch", "seqlen_q", "seqlen_k", "heads") & fields.keys()
@@ -290,7 +290,7 @@ def on_gpu(head_dim: int = 64, dtype: torch.dtype = torch.bfloat16, **fields: An
 def test_what_exceeds_the_kernels(
     fields: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Offsets of 32 bits, and grids of 65535 places: said before a kernel reads out of bounds."""
+    """Offsets have 32 bits and grids 65535 places; larger calls are refused before any launch."""
     monkeypatch.setattr(limits, "_shared_bytes", lambda device: H200_BYTES)
     reasons = limits.refusals(on_gpu(**fields))
     assert all(isinstance(reason, ValueError) for reason in reasons)
@@ -313,7 +313,7 @@ def test_what_the_kernels_still_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_blocks_fit_the_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was too much on an H200 for torch's own blocks: 128 x 128 with a bias in float32."""
+    """Torch's own blocks of 128 x 128 did not fit on an H200 with a bias in float32."""
     bias, mask = (torch.empty(1, 1, 200, 300, device="meta", dtype=t) for t in (None, torch.bool))
     assert limits.blocks_for(on_gpu(is_causal=True), H200_BYTES) == limits.Blocks()
     for given in (on_gpu(bias=bias), on_gpu(bias=bias, mask=mask), on_gpu(128, bias=bias)):
@@ -325,7 +325,7 @@ def test_blocks_fit_the_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         assert rows * row + 3 * (2 * keys * row + rows * keys * read) < H200_BYTES
         assert BLOCK % rows == BLOCK % keys == 0
         assert sizes["BLOCK_N1"] % sizes["BLOCK_M1"] == sizes["BLOCK_M2"] % sizes["BLOCK_N2"] == 0
-    # A GPU without room for any is named before anything is compiled.
+    # If no blocks fit on a GPU, an error says so before anything is compiled.
     monkeypatch.setattr(limits, "_shared_bytes", lambda device: 64 * 1024)
     (reason,) = limits.refusals(on_gpu(256, torch.float32))
     assert "got head_dim 256 and dtype torch.float32" in str(reason)
@@ -333,7 +333,7 @@ def test_blocks_fit_the_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_causal_blocks_are_kept(graphs: Compilations, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one call for the next, unless anything but causality hides keys."""
+    """The block table of a call serves the next, unless anything but causality hides keys."""
     made = []
     monkeypatch.setattr(
         torch_flex, "block_table", lambda given: made.append(given) or block_table(given)
@@ -357,7 +357,7 @@ def test_causal_blocks_are_kept(graphs: Compilations, monkeypatch: pytest.Monkey
 def test_blocks_of_a_selection_are_kept(
     graphs: Compilations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As long as it is the same one, and unchanged."""
+    """The block table is kept as long as the selection is the same object, and unchanged."""
     made: list[None] = []
     monkeypatch.setattr(
         torch_flex, "block_table", lambda given: made.append(None) or block_table(given)
@@ -382,14 +382,17 @@ def test_blocks_of_a_selection_are_kept(
     wanted = flash_dmattn_func(*given[:3], is_causal=True, backend="cpu")
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     assert len(made) == 2
-    for number in range(3, 20):  # new ones, maybe where others were
+    for number in range(3, 20):  # new ones, perhaps at the addresses of others
         ends = torch.arange(300, dtype=torch.int32)[None, None] + number
         check(KeySelection.from_intervals(ends, reach=300), number)
-    assert len(torch_flex._TABLES) < 8  # those that are gone are not held
+    assert len(torch_flex._TABLES) < 8  # tables of selections that are gone are not held
 
 
 def test_what_is_known_of_a_selection_is_not_read() -> None:
-    """A sliding window is a number; packed rows that stand at their keys read the first one."""
+    """A sliding window is read as a number, not as intervals; of packed rows only `first` is read.
+
+    `first` has the first key of each row's sequence. The last is the row's own index here.
+    """
     given = problem(420, 420)
     window = sliding_window(420, 130)
     seen: list[Problem] = []
@@ -412,7 +415,7 @@ def test_what_is_known_of_a_selection_is_not_read() -> None:
         patch.setattr(registry, "BACKENDS", names)
         known, read = call(lambda b: flash_dmattn_func(*given[:3], **options, backend=b))
         assert (known.sliding, known.keeps_own, list(read)) == (130, True, [None] * len(read))
-        # A hidden key makes intervals of it again.
+        # If keys are hidden as well, the window is read as intervals again.
         known, read = call(lambda b: flash_dmattn_func(*given[:3], padding, **options, backend=b))
         assert (known.sliding, known.keeps_own) == (0, False) and read.end is not None
         packed = same_documents()
@@ -425,7 +428,10 @@ def test_what_is_known_of_a_selection_is_not_read() -> None:
 
 
 def test_packed_intervals_are_kept(graphs: Compilations, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the same boundaries, unchanged; not where they are changed unseen, in operators."""
+    """The block table of unchanged boundaries is kept.
+
+    It is not kept in operators, where boundaries may be changed without a new version.
+    """
     made: list[None] = []
     monkeypatch.setattr(
         torch_flex, "block_table", lambda given: made.append(None) or block_table(given)
@@ -456,7 +462,7 @@ def test_packed_intervals_are_kept(graphs: Compilations, monkeypatch: pytest.Mon
         return torch.ops.dmattn.fwd(given.q, *given[1:3], **options)[0]
 
     first = within(bounds)
-    with torch.autograd._unsafe_preserve_version_counter(bounds):  # as a kernel of inductor's does
+    with torch.autograd._unsafe_preserve_version_counter(bounds):  # as inductor's kernels do
         bounds[1] += 30
     assert not torch.equal(within(bounds), first)
     assert len(made) == 4
@@ -488,7 +494,7 @@ def test_kernel_head_dim(head_dim: int, size: int) -> None:
 
 
 def test_lse_of_the_largest_logits() -> None:
-    """Computed once more with the scores shifted: in base 2 they would overflow or be rounded."""
+    """The forward runs again with shifted scores: in base 2 lse would overflow or be rounded."""
     q, v = torch.zeros(1, 3, 1, 8), torch.randn(1, 200, 1, 8)
     for constant in (1e4, -1e8, torch.finfo(torch.float32).max, torch.finfo(torch.float32).min):
         bias = torch.full((1, 1, 3, 200), constant)

@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 from dmattn import dispatch, flash_dmattn_func, flash_dmattn_varlen_func, select_keys
 from dmattn.backends.flex import torch_flex
 
-# Older torch does not tell who takes saved tensors over: no graph is kept then.
+# Older torch does not tell whether hooks take over saved tensors: then no graph is kept.
 keeps_graphs = dispatch._SAVING_HOOKS is not None
 # Older torch does not tell whether a graph is retained: a second backward starts from the results.
 keeps_retained_graphs = keeps_graphs and dispatch._IS_RETAINED is not None
-AGAIN = 0 if keeps_graphs else 1  # forwards of a backward
+AGAIN = 0 if keeps_graphs else 1  # how many forwards a backward runs
 
 Attend = Callable[..., tuple[Tensor, Tensor]]
 
@@ -49,7 +49,7 @@ def window(q: Tensor, k: Tensor, v: Tensor, backend: str) -> tuple[Tensor, Tenso
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, backend: str) -> tuple[Tensor, Tensor]:
-    """Of the second document, more rows than keys: the first of them keep nothing."""
+    """The second document has more rows than keys: its first rows keep nothing."""
     bounds = [torch.tensor(ends, dtype=torch.int32) for ends in ([0, 90, 300], [0, 310, 400])]
     flat = [t.flatten(0, 1) for t in (q, k, v)]
     return flash_dmattn_varlen_func(
@@ -97,7 +97,10 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> Forwards:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The path of GPUs, whose graphs torch runs by the formula. It refuses that for gradients."""
+    """Take the path of GPUs, with graphs in which torch computes FlexAttention by its formula.
+
+    On the CPU torch refuses gradients there, so its check is replaced.
+    """
     monkeypatch.setattr(torch_flex, "COMPILER", "aot_eager")
     monkeypatch.setattr(torch_flex, "runs_compiled", lambda q: True)
     monkeypatch.setattr(torch_flex_attention, "_validate_device", lambda *tensors: None)
@@ -106,7 +109,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def assert_near(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
-    """As near as two ways to compute in bfloat16 are, which round large entries on the way."""
+    """Equal up to the differences between two computations in bfloat16, relative to the norm."""
     for some, other in zip(found, wanted, strict=True):
         error = (some.double() - other.double()).norm() / other.double().norm()
         assert float(error) < 2e-2
@@ -129,7 +132,7 @@ def test_one_compiled_forward(name: str, forwards: Forwards, compiled: None) -> 
 
 
 def test_the_gradient_of_a_sum(compiled: None) -> None:
-    """One number in the place of dout, expanded."""
+    """dout is a single number, expanded."""
     inputs = operands()
     found, wanted = (
         torch.autograd.grad(causal(*inputs, backend)[0].sum(), inputs)
@@ -154,7 +157,10 @@ def test_a_second_backward(forwards: Forwards) -> None:
 
 @pytest.mark.skipif(not keeps_graphs, reason="this torch keeps none")
 def test_the_graph_is_released(forwards: Forwards) -> None:
-    """After the backward, though the loss is still there; and where no backward comes."""
+    """It is released after the backward, though the loss is still there, and without a backward.
+
+    In neither case does that wait for the garbage collector.
+    """
     inputs = operands()
     gc.disable()
     try:
@@ -172,7 +178,7 @@ def test_the_graph_is_released(forwards: Forwards) -> None:
 
 
 def test_checkpoints_keep_nothing(forwards: Forwards) -> None:
-    """Nor does whatever else takes saved tensors over."""
+    """Under checkpoints no graph is kept, nor under other hooks that take over saved tensors."""
     inputs = operands()
     out = checkpoint(lambda *given: causal(*given, "flex")[0], *inputs, use_reentrant=False)
     assert forwards.count == 1 and not forwards.holds()
@@ -234,7 +240,7 @@ def under_a_mode(inputs: list[Tensor]) -> tuple[Tensor, ...]:
     [by_transform, by_compiler("eager"), by_compiler("aot_eager"), with_a_graph, under_a_mode],
 )
 def test_by_operators(find: Callable[[list[Tensor]], tuple[Tensor, ...]]) -> None:
-    """Where torch runs them, it has switched autograd and vmap off, of which both are needed."""
+    """Within operators torch has switched off autograd and vmap, both of which are needed."""
     inputs = operands()
     wanted = torch.autograd.grad(loss_of(*inputs, "cpu"), inputs)
     assert_near(find(inputs), wanted)
@@ -271,7 +277,7 @@ def test_gradients_of_some_operands(needed: tuple[bool, ...], forwards: Forwards
 
 
 def test_float32_is_shifted_by_lse(forwards: Forwards) -> None:
-    """What the rounding of an lse in base 2 would show in."""
+    """In float32 the rounding of an lse in base 2 would show, so the forward runs once more."""
     inputs = operands(torch.float32)
     causal(*inputs, "flex")[0].sum().backward()
     assert forwards.count == 2

@@ -1,4 +1,4 @@
-"""Backends, what is returned, and the package as imported, on the CPU."""
+"""The public function on the CPU: backends, return values, and the import of the package."""
 
 import subprocess
 import sys
@@ -205,7 +205,10 @@ def test_a_backend_says_what_it_does_not_do() -> None:
 
 
 def test_no_backend_stands_in_for_a_copy() -> None:
-    """One that would compute the call if key were contiguous says so; by name others take it."""
+    """If a backend would serve the call with a contiguous key, the error says so.
+
+    Backends that come later in the registry serve the call only if they are named.
+    """
 
     class Dense(Counting):
         name = "dense"
@@ -227,7 +230,7 @@ def test_no_backend_stands_in_for_a_copy() -> None:
 
 
 def test_explain_says_what_a_call_does_where_a_backend_lacks_something() -> None:
-    """A package that is missing is an error; a device that it does not serve, the next one's."""
+    """A missing package is an error; if a backend does not serve the device, the next one does."""
 
     class Lacking(Counting):
         name = "lacking"
@@ -361,7 +364,7 @@ def test_a_torch_without_the_private_entry_points(monkeypatch: pytest.MonkeyPatc
 
 
 def test_inputs_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A windowed call that is differentiated, eager: one look at the whole problem."""
+    """An eager call with a window and a backward checks the whole problem once."""
     checked = []
     monkeypatch.setattr(arguments, "check", checked.append)
     monkeypatch.setattr(ops_attention, "check", checked.append)
@@ -371,7 +374,10 @@ def test_inputs_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_results_without_lse_rest_reach_the_operator() -> None:
-    """A backend may have none; a graph of the backward takes the operator, which has to take it."""
+    """A backend may return no lse_rest.
+
+    With create_graph the backward goes through the operator, which has to accept that.
+    """
 
     class NoRest(Counting):
         def forward(self, problem: Problem, for_backward: bool = True) -> Results:
@@ -389,8 +395,8 @@ def test_results_without_lse_rest_reach_the_operator() -> None:
     assert torch.equal(*grads)
 
 
-def test_gradients_of_gradients_in_batches() -> None:
-    """is_grads_batched hands batches to the backward of an eager call, which are no numbers."""
+def test_gradients_in_batches() -> None:
+    """is_grads_batched passes vmap's batches, which are no plain tensors, to an eager backward."""
     leaves = random_case(bias_shape=(1, 2, 1, 11)).requiring_grad()
     out = flash_dmattn_func(*leaves.inputs)
     douts = torch.randn(3, *out.shape, dtype=out.dtype)

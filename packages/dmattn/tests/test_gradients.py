@@ -1,4 +1,4 @@
-"""What is differentiated, when, and what it costs, on the CPU."""
+"""Which gradients are computed, when, and at what cost, on the CPU."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -47,7 +47,7 @@ def needs_of(watch: Watch) -> Sequence[bool]:
 def test_each_gradient_only_when_asked_for(
     wanted: tuple[int, ...], bias_shape: tuple[int, ...]
 ) -> None:
-    """Frozen bias, bias-only training and all between: the same numbers, and nothing else."""
+    """For several subsets of operands: their gradients are right, and no others are computed."""
     case = random_case(bias_shape=bias_shape, mask_shape=(2, 1, 1, 11), softcap=2.0)
     case.options["sinks"] = torch.randn(4, dtype=torch.float64)
     oracle = case.reference()

@@ -1,4 +1,4 @@
-"""KeyState: a sequence in stretches, each behind the state of those before it, is the sequence."""
+"""KeyState: stretches, each called with the state of those before, give the whole sequence."""
 
 import itertools
 import math
@@ -306,7 +306,7 @@ def test_a_state_has_a_window() -> None:
 
 
 def test_boundaries_of_any_size_are_compared_as_they_are() -> None:
-    """Their differences may be more than 64 bits hold."""
+    """The difference of two boundaries may not fit in 64 bits."""
     given = stretch(7, state=some_state())
     want, _ = flash_dmattn_func(**given, cu_seqlens=[-5, 20])
     for bounds in ([-(2**63), 20], torch.tensor([-(2**63), 2**63 - 1])):
@@ -382,7 +382,7 @@ def test_compiled_and_checkpointed_calls_take_and_return_states() -> None:
 
 @pytest.mark.parametrize("cu_seqlens", [None, torch.tensor([0, 150, 400, 900])])
 def test_few_graphs_serve_stretches_of_all_lengths(cu_seqlens: Tensor | None) -> None:
-    """One for the first length, one for the others, and one more for a length of few rows."""
+    """A graph for the first length, one for the others, and one more for a length of few rows."""
 
     def step(given: dict[str, Any], state: KeyState) -> Any:
         return flash_dmattn_func(**given, state=state, cu_seqlens=cu_seqlens)

@@ -1,4 +1,4 @@
-"""Calls whose kind is known: they skip the checks, and must be told apart by all that those see."""
+"""Calls of a known kind skip the checks, so kinds must differ in all that the checks look at."""
 
 import inspect
 import threading
@@ -56,7 +56,7 @@ def to(name: str, value: Any) -> Change:
 
 
 def changed(name: str, change: Callable[[Tensor], Tensor]) -> Change:
-    """Of an operand that may have been left out before."""
+    """A change of an operand; none, if an earlier change has left the operand out."""
     return lambda call: call | ({} if call.get(name) is None else {name: change(call[name])})
 
 
@@ -77,7 +77,8 @@ def over(selection: KeySelection) -> Change:
     return lambda call: call | {"selection": selection, "is_causal": True}
 
 
-# One change each; two of these in a row are two calls that differ in what is checked or chosen by.
+# Each makes one change to a call. Calls with different changes differ in something that is checked,
+# or by which a backend is chosen.
 CHANGES: dict[str, Change] = {
     "none": lambda call: call,
     "half": all_to(HALF),
@@ -189,7 +190,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 class Watched(CpuBackend):
-    """The CPU's, which notes the settings that reach it."""
+    """The CPU backend, which records the settings that reach it."""
 
     def __init__(self) -> None:
         self.settings: list[Any] = []
@@ -249,7 +250,7 @@ def cold(variant: Variant) -> tuple[Any, ...]:
 
 
 def test_a_known_call_is_told_from_all_others() -> None:
-    """Whatever calls were made before, a call does what it does as the first one."""
+    """Whatever calls were made before, a call does what it would do as the first one."""
     variants: list[Variant] = [((name,), mode) for name in CHANGES for mode in MODES]
     wanted = {variant: cold(variant) for variant in variants}
     for order in (variants, variants[::-1]):
@@ -308,12 +309,13 @@ def test_a_state_is_refused_beside_a_selection_of_a_known_call() -> None:
             flash_dmattn_func(**given, selection=selection, state=state)
 
 
-# Calls with these are never remembered, or these change nothing that is remembered.
+# Arguments that are no part of the kind: calls with them are never remembered, or they change
+# nothing that is remembered.
 NO_PART = {
     flash_dmattn_func: {
         *("selection", "state", "cu_seqlens"),  # the first two are looked at by their fields
         *("return_lse", "return_attn_probs"),
-        "out",  # has a kind of its own, beside that of the others
+        "out",  # has a kind of its own, beside that of the call
     },
     flash_dmattn_varlen_func: {"window_size", "return_lse", "out"},
 }
@@ -323,7 +325,7 @@ NO_PART = {
 def test_every_argument_is_a_part_of_the_kind(
     function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that is added to the public functions has to be looked at, or be none of its business."""
+    """An argument that is added to a public function has to be part of the kind, or in NO_PART."""
 
     def collected(operands: Any, options: Any, packing: Any = ()) -> None:
         raise LookupError(*operands, *options, *packing)

@@ -73,7 +73,7 @@ def test_maybe_returns_the_very_mask() -> None:
 
 
 def test_keys_mask_is_normalised() -> None:
-    """(B, Sk) speaks of all keys; (B, Sq) of the last ones, and the earlier ones are allowed."""
+    """A mask (B, Sk) is for all keys, and (B, Sq) for the last ones: earlier ones are allowed."""
     bias = bias_of(B, H, 1, SK)
     keys = torch.rand(B, SK) < 0.5
     expected = brute_force(bias, keys[:, None, None, :], 3)
@@ -110,7 +110,7 @@ def test_fewer_allowed_keys_than_the_window() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_any_finite_bias_of_an_allowed_key_beats_a_masked_key(dtype: torch.dtype) -> None:
-    """The fill cannot be mistaken for a bias, nor overflow: the lowest finite bias is above it."""
+    """Masked keys rank below the lowest finite bias, and what stands for them does not overflow."""
     bias = torch.full((1, 1, 1, SK), torch.finfo(dtype).min, dtype=dtype)
     mask = torch.arange(SK) % 2 == 1
     keep = create_mask(bias, mask[None, None, None], 1, SQ, SK, 4)
@@ -170,7 +170,7 @@ def test_numbers_of_numpy() -> None:
 
 
 def test_top_window_mask_is_what_window_size_means() -> None:
-    """Also for masks that window_size refuses: rows choose among the keys that they see."""
+    """With a mask that has rows, rows choose among the keys that they see, as under causality."""
     q, k, v = torch.randn(1, 6, 2, 8), torch.randn(1, 6, 2, 8), torch.randn(1, 6, 2, 8)
     bias = torch.randn(1, 2, 1, 6)
     lower = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
@@ -199,7 +199,7 @@ def test_top_window_mask_row_by_row(
     by_pair: bool,
     window: int,
 ) -> None:
-    """Also with a bias for each row of its own."""
+    """Also with a bias that differs between rows."""
     torch.manual_seed(seed)
     bias = torch.randn(B, heads[0], rows if by_pair else 1, SK).round()
     shape = (B, SK) if padded else (B, heads[1], rows, SK)

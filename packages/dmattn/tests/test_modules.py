@@ -42,7 +42,7 @@ def inputs(seqlen: int = 12, batch: int = 2, dtype: torch.dtype = torch.float64)
 
 
 def plain_attention(layer: DynamicMaskAttention, x: Tensor, keep: Tensor, bias: Tensor) -> Tensor:
-    """The layer by torch's own attention; keep and bias broadcast to (B, H, S, S)."""
+    """The layer's output by torch's own attention; keep and bias broadcast to (B, H, S, S)."""
     heads = (*x.shape[:2], -1, layer.head_dim)
     q = layer.q_norm(layer.q_proj(x).view(heads))
     k = layer.k_norm(layer.k_proj(x).view(heads))

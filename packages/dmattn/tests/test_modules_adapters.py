@@ -1,4 +1,4 @@
-"""What wraps, replaces or shards the linear layers of DynamicMaskAttention takes effect."""
+"""Hooks, adapters, quantization and sharding of DynamicMaskAttention's linear layers."""
 
 import copy
 import subprocess

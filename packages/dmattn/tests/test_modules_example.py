@@ -102,7 +102,7 @@ def test_mask_paths_side_by_side(
 
 
 def test_runs_that_do_not_differ_are_drawn(example: ModuleType, tmp_path: Path) -> None:
-    """As a few steps in float32 may not; a logarithmic axis then has nothing to show."""
+    """A few float32 steps may give equal losses; a logarithmic axis then has nothing to show."""
     pictures = importlib.import_module("bytes_lm.pictures")
     history = example.History([8.0, 7.0], [(0, 8.0), (2, 7.0)], 1.0, 1.0)
     pictures.plot_paths(tmp_path / "paths.png", {"window": history, "dense": history}, "a title")
@@ -149,13 +149,13 @@ def test_mask_paths_train_alike(example: ModuleType) -> None:
         for layer in model.attention_layers():
             layer.window_size = window
         curve: list[float] = example.train(model, text, config, cpu, progress=False).train
-        assert all(layer.A.any() for layer in model.attention_layers())  # no sliding window now
+        assert all(layer.A.any() for layer in model.attention_layers())  # no sliding window
         return curve
 
     expected = losses("window", 12)
     assert expected[-1] < expected[0] - 0.3
     assert losses("dense", 12) == pytest.approx(expected, abs=1e-12)
-    assert losses("dense", 11) != pytest.approx(expected, abs=1e-6)  # one key is seen
+    assert losses("dense", 11) != pytest.approx(expected, abs=1e-6)  # one key less is noticed
 
 
 def test_nudged_weights(example: ModuleType) -> None:

@@ -29,7 +29,7 @@ def _quiet_machine() -> Iterator[None]:
 
 
 def make_model() -> BytesLM:
-    """In float64; with scores that are no sliding window, and attention that outweighs the byte."""
+    """A float64 model with random scores (no sliding window), whose attention matters most."""
     model = BytesLM(Config(layers=2, width=32, heads=4, kv_heads=2, window=WINDOW)).double()
     for layer in model.attention_layers():
         torch.nn.init.normal_(layer.A)
@@ -78,7 +78,7 @@ def test_shortest_texts(count: int) -> None:
     model, given = make_model(), random_bytes(WINDOW)
     written = continue_text(model, given, count, temperature=0)
     assert written.text == text_of_whole_model(model, given, count)
-    assert written.bytes_per_second is None  # there was nothing but setting up
+    assert written.bytes_per_second is None  # too few steps to be timed
 
 
 def test_each_step_reads_one_byte() -> None:

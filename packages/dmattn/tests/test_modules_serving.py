@@ -59,7 +59,7 @@ def test_goes_on_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
             step()
 
         monkeypatch.setattr(engine, "_call_step", interrupted)
-        with pytest.raises(KeyboardInterrupt):  # while one is written and one is read
+        with pytest.raises(KeyboardInterrupt):  # while one request is answered and one is read
             engine.serve([Request(0.0, prompt, 10**9) for prompt in prompts])
         monkeypatch.setattr(engine, "_call_step", step)
         assert not engine.running and not engine.reading and not engine.active.any()

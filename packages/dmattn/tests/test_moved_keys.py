@@ -1,4 +1,4 @@
-"""Keys joined and kept by operators: what operations of torch, which have gradients, do as well."""
+"""Operators that join and keep keys do what torch's operations do where gradients are needed."""
 
 import itertools
 import math
@@ -56,7 +56,7 @@ def test_entries_in_front_of_a_state_hold_no_key() -> None:
 
 
 def test_results_may_have_strides() -> None:
-    """As context parallel attention has them: rows of a key, a value and a score each."""
+    """Context parallel attention has them in one buffer, with a key, value and score per row."""
     k, v, score = rows(2, 9, 3), rows(2, 9, 3, 6), torch.randn(2, 3, 9)
     packed = torch.full((2, 3, 12, 8 + 6 + 2), 7.0)
     views = packed[..., :8].transpose(1, 2), packed[..., 8:14].transpose(1, 2), packed[..., 14]
@@ -178,7 +178,7 @@ def test_states_merge_alike_with_and_without_gradients() -> None:
         assert torch.equal(getattr(merged(True), name), getattr(merged(False), name)), name
 
 
-# And what torch computes on the host.
+# Views, and `promote_types`, which torch computes on the host.
 _VIEWS = ("squeeze", "unsqueeze", "slice", "detach", "promote_types")
 
 
@@ -193,7 +193,7 @@ class _Names(TorchDispatchMode):
 
 
 def test_a_stretch_behind_a_state_is_four_operators() -> None:
-    """And views."""
+    """Besides views."""
     q, k, v, score = rows(2, 20, 4), rows(2, 20, 2), rows(2, 20, 2), torch.randn(2, 2, 1, 20)
     options: dict[str, Any] = {"is_causal": True, "window_size": 6, "return_state": True}
     _, state = flash_dmattn_func(q, k, v, None, score, **options)
@@ -238,7 +238,7 @@ def test_calls_behind_states_are_remembered(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("active", [False, True])
 def test_a_chunk_for_a_cache_is_the_same_under_a_mode(active: bool) -> None:
-    """A mode that intercepts calls sees operators and operations that write anew."""
+    """Under a mode that intercepts calls, operators are called, which write to new tensors."""
     torch.manual_seed(4)
 
     def fed(mode: TorchDispatchMode | None) -> list[Tensor]:

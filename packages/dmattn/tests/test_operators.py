@@ -112,7 +112,7 @@ def test_compiles_without_graph_breaks(backend: str, window_size: int | None) ->
 
 
 class Dense(torch.nn.Module):
-    """Attention with its mask and bias in buffers, cut to the length at hand."""
+    """Attention with its mask and bias in buffers, which are cut to the length of the query."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def test_one_graph_serves_all_lengths(packed: bool, kind: str) -> None:
         for a, b in zip(*results, strict=True):
             torch.testing.assert_close(a, b)
         if n == 20:
-            graphs = counter.frame_count  # of one compilation, with its restarts
+            graphs = counter.frame_count  # those of one compilation, which may restart
     sides = 1 if TRACES_EXTREMES or "window" not in kind else 2
     assert counter.frame_count <= graphs * sides
 
@@ -204,7 +204,7 @@ def test_direct_call_equals_the_operator() -> None:
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("way", ["device", "flops", "compile"])
 def test_arguments_that_equal_the_defaults_of_the_schema(way: str, with_bias: bool) -> None:
-    """The dispatcher leaves them out at the end, and autograd then knows of fewer inputs."""
+    """The dispatcher drops them at the end of a call, so that autograd gets fewer inputs."""
     q, k, v = (torch.randn(2, 9, 4, 8, requires_grad=True) for _ in range(3))
     bias = torch.randn(2, 4, 9, 9, requires_grad=True) if with_bias else None
     wanted = [t for t in (q, k, v, bias) if t is not None]
@@ -226,7 +226,7 @@ def test_arguments_that_equal_the_defaults_of_the_schema(way: str, with_bias: bo
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch.jit, that its time is over
+@pytest.mark.filterwarnings("ignore")  # torch.jit warns that it is deprecated
 def test_traces_that_would_keep_a_length_are_refused() -> None:
     q, k = torch.randn(1, 9, 4, 8), torch.randn(1, 9, 2, 8)
     score = torch.randn(1, 2, 1, 9)
@@ -261,7 +261,7 @@ def test_traces_that_would_keep_a_length_are_refused() -> None:
 
 
 def test_autocast_casts_as_sdpa_does() -> None:
-    """The operands become its dtype; a float32 bias stays, and so does the arithmetic."""
+    """Operands are cast to its dtype, but not a float32 bias; the arithmetic stays the same."""
     case = random_case(dtype=torch.float32, bias_shape=(2, 4, 9, 11)).requiring_grad()
     q, k, v, _, bias = case.inputs
     low = [t.detach().bfloat16() for t in (q, k, v)]

@@ -1,4 +1,4 @@
-"""Outputs that the caller gives: what is written there, and what is refused before anything is."""
+"""The caller's outputs (`out=`): what is written there, and what is refused before a write."""
 
 import dataclasses
 import math
@@ -45,7 +45,7 @@ class Room:
         self.shape = tuple(self.out.shape)
 
     def check_neighbours(self) -> None:
-        """Nothing but the output has been written."""
+        """Assert that nothing but the output has been written."""
         kept = self.out.clone()
         self.out.fill_(NAN)
         assert bool(self.around.isnan().all())
@@ -164,7 +164,7 @@ for _name, _options in {
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.__name__)
 @pytest.mark.parametrize("call", CALLS)
 def test_what_a_call_returns_is_in_the_given_tensor(call: str, room: MakeRoom) -> None:
-    """Of a first call, and of calls of a known kind; what lies around it stays as it was."""
+    """In a first call, and in calls of a known kind; the memory around the output is unchanged."""
     function, given = CALLS[call]
     wanted = function(**given, return_lse=True)
     for with_lse in (False, True, True):
@@ -219,7 +219,7 @@ def test_stretches_of_a_sequence_are_put_together_without_a_copy(
 
 
 def test_a_layer_may_use_the_memory_again() -> None:
-    """Values of before are overwritten, not added to."""
+    """The earlier values of `out` are overwritten, not added to."""
     out = torch.randn(B, SQ, H, D)
     for scale in (1.0, 2.0, 3.0):
         flash_dmattn_func(Q, K, V, softmax_scale=scale, out=out)
@@ -273,7 +273,7 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
 def test_what_cannot_be_an_output(
     wrong: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Said before keys are chosen or anything is computed, also where the kind is known."""
+    """Errors come before keys are chosen or anything is computed, also if the kind is known."""
     out, error, message = WRONG[wrong]
     flash_dmattn_func(Q, K, V, **options, out=torch.empty_like(GOOD))
 
@@ -320,7 +320,7 @@ def test_no_operand_may_want_a_gradient(name: str) -> None:
 
 
 def test_what_is_read_beside_the_operands() -> None:
-    """A state that wants a gradient or lies in the output, and lists that lie there."""
+    """A state that requires a gradient, and a state or lists that lie in the output's memory."""
     score, out = torch.randn(B, HK, SK), torch.empty(B, SK, H, D)
     options: dict[str, Any] = {"is_causal": True, "window_size": SK}
     q, where = torch.randn(B, SK, H, D), "a tensor of state, selection or cu_seqlens"
@@ -341,7 +341,7 @@ def test_what_is_read_beside_the_operands() -> None:
                 flash_dmattn_func(q, K, V, None, score, **options, state=wrong, out=out)
         with pytest.raises(ValueError, match=f"out: got memory that {where} lies in"):
             flash_dmattn_func(q, K, V, is_causal=True, selection=chosen, out=out)
-        # And so that the kinds are known.
+        # Calls that are right, so that the kinds are known in the second round.
         flash_dmattn_func(q, K, V, None, score, **options, state=state, out=out)
         flash_dmattn_func(q, K, V, is_causal=True, selection=selection, out=out)
     bounds = torch.empty(7, H, D).view(torch.int32)
@@ -399,7 +399,7 @@ def test_autograd_notices_that_a_saved_tensor_is_overwritten() -> None:
 
 
 def test_slices_of_one_buffer() -> None:
-    """Operands and output in the rows of one projection, which lie between one another."""
+    """Operands and output are interleaved slices of the rows of one buffer."""
     buffer = torch.randn(B, SK, 2 * H + 2 * HK, D)
     q, k, v, out = buffer.split((H, HK, HK, H), 2)
     score = torch.randn(B, HK, 1, SK)
@@ -416,7 +416,7 @@ def test_slices_of_one_buffer() -> None:
 
 
 def test_memory_of_another_library() -> None:
-    """Two storages of one memory."""
+    """Two tensors that have storages of their own, but share memory of NumPy."""
     numbers = torch.randn(B, SQ + 3, H, D).numpy()
     q, out = torch.from_numpy(numbers[:, :SQ]), torch.from_numpy(numbers[:, 1 : SQ + 1])
     with pytest.raises(ValueError, match="out: got memory that query lies in"):
@@ -430,7 +430,7 @@ def bytes_of(t: Tensor) -> set[int]:
 
 
 def test_shared_memory_is_told_exactly_for_slices() -> None:
-    """Of slices and transposes of one buffer; a single row may have lost its stride."""
+    """For slices and transposes of one buffer, also of a single row, whose stride says nothing."""
     rng = random.Random(0)
 
     def some_slice(t: Tensor) -> Tensor:
@@ -452,7 +452,7 @@ def test_shared_memory_is_told_exactly_for_slices() -> None:
 
 
 def test_shared_memory_is_never_overlooked() -> None:
-    """Of any strides, where it may be claimed without being there."""
+    """For any strides, for which sharing may be reported where there is none."""
     rng, buffer = random.Random(0), torch.zeros(400)
 
     def any_view() -> Tensor:
@@ -466,7 +466,7 @@ def test_shared_memory_is_never_overlooked() -> None:
         assert _share(a, b) or not bytes_of(a) & bytes_of(b)
 
 
-# --- what is said about it ------------------------------------------------------------------------
+# --- what explain says ----------------------------------------------------------------------------
 
 
 def test_explain_says_where_it_is_copied() -> None:

@@ -84,7 +84,7 @@ def test_unpad_data() -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_attention_over_a_padded_batch(side: str) -> None:
-    """Packed, attended and put back: what attention under the padding mask gives."""
+    """Unpadding, packed attention and padding again give what attention with the mask gives."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 9, 4, 8), torch.randn(3, 9, 2, 8), torch.randn(3, 9, 2, 8)
     position = torch.arange(9)
@@ -100,22 +100,23 @@ def test_attention_over_a_padded_batch(side: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("query_length", [1, 4])
 def test_fewer_queries_than_keys(query_length: int, dtype: torch.dtype) -> None:
-    """The queries are the last positions; a single one counts whatever the mask says of it."""
+    """The queries are at the last positions; a single query counts even if the mask hides it."""
     torch.manual_seed(0)
-    q, k, v = torch.randn(3, query_length, 4, 8), torch.randn(3, 9, 2, 8), torch.randn(3, 9, 2, 8)
-    mask = torch.arange(9) >= torch.tensor([[0], [6], [8]])
+    q, k, v = torch.randn(4, query_length, 4, 8), torch.randn(4, 9, 2, 8), torch.randn(4, 9, 2, 8)
+    mask = torch.arange(9) >= torch.tensor([[0], [6], [8], [0]])
+    mask[3, 5:] = False  # hides the last positions, where the queries are
     packed_q, packed_k, packed_v, indices, bounds, longest = upad_input(
         q, k, v, mask.to(dtype), query_length
     )
-    rows = mask[:, 9 - query_length :]
+    rows = mask[:, 9 - query_length :] | (query_length == 1)
     counts = rows.sum(-1)
     assert bounds[0].tolist() == [0, *counts.cumsum(0).tolist()]
-    assert bounds[1].tolist() == [0, 9, 12, 13]
+    assert bounds[1].tolist() == [0, 9, 12, 13, 18]
     assert longest == (int(counts.max()), 9)
     assert torch.equal(packed_q, q[rows]) and torch.equal(packed_k, k[mask])
     out = flash_dmattn_varlen_func(packed_q, packed_k, packed_v, *bounds, *longest, is_causal=True)
     expected = flash_dmattn_func(q, k, v, mask[:, None, None], is_causal=True)
-    padded = pad_input(out, indices, 3, query_length)
+    padded = pad_input(out, indices, 4, query_length)
     torch.testing.assert_close(padded, expected * rows[..., None, None])
 
 

@@ -1,4 +1,4 @@
-"""Pictures: what they show is what attention does, at any length, and without matplotlib."""
+"""Pictures show what attention does, at any length; and what works without matplotlib."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Calls that a backend is prepared for: they do what the first call of their kind did."""
+"""Prepared calls of a backend do what the first call of their kind did."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,7 +25,7 @@ from dmattn.utils.mask import top_window_mask
 
 
 class PreparedByCpu(Prepared):
-    """What the CPU's backend computes; counts the calls."""
+    """Computes by the CPU backend, and records its calls."""
 
     def __init__(self, backend: str, problem: Problem) -> None:
         super().__init__(backend, problem)
@@ -73,7 +73,7 @@ def _preparing() -> Iterator[None]:
 
 
 def prepared() -> PreparedByCpu:
-    """That of the only kind which is known."""
+    """The prepared call of the only kind that is known."""
     (known,) = known_calls._known.values()
     assert isinstance(known.prepared, PreparedByCpu)
     return known.prepared
@@ -99,7 +99,7 @@ Act = Callable[[list[Tensor]], Any]
 
 
 def twice(act: Act, wanted: str = "qkvb") -> Any:
-    """What the second of two calls of a kind does; the first has done the same."""
+    """Make two calls of one kind, assert that both give the same, and return the results."""
     first, second = act(leaves(wanted)), act(leaves(wanted))
     for x, y in zip(first, second, strict=True):
         assert (x is None and y is None) or torch.equal(x, y)
@@ -376,7 +376,7 @@ def test_selections_are_used_as_they_are_given(
 
 @pytest.mark.parametrize("wanted", ["qkv", "qkvb"])
 def test_a_bias_with_rows_beside_a_selection(wanted: str) -> None:
-    """It is no matter of the kind how this is computed, but of who requires a gradient."""
+    """How it is computed depends on what requires a gradient, so its kind is not remembered."""
     selection = chosen()
 
     def act(wanted: str) -> list[Tensor]:
@@ -409,7 +409,7 @@ def test_more_rows_than_keys_over_lists(is_given: bool) -> None:
     first, second = act(leaves()), act(leaves())
     for x, y in zip(first, second, strict=True):
         assert torch.equal(x, y)
-    # Rows in front of the first key are none of its business.
+    # A prepared call does not handle rows in front of the first key.
     assert is_given or (
         prepared().forwards == [] and known_calls._known.popitem()[1].window is None
     )

@@ -96,7 +96,7 @@ def test_more_blocks_than_one_step_builds(window: int, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("heads, mask_heads", [(2, 2), (2, 1), (1, 4), (2, 4), (4, 2)])
 @pytest.mark.parametrize("query_len", [300, 50])
 def test_lists_without_some_keys(heads: int, mask_heads: int, query_len: int) -> None:
-    """The lists that are made anew of the intervals which are left."""
+    """They equal lists that are made anew from the intervals that are left."""
     lists = select_keys(torch.randn(1, heads, 300), 40, query_len=query_len).lists
     keep = torch.rand(2, mask_heads, 300) < 0.6
     found = without_keys(lists, keep)
@@ -113,7 +113,7 @@ def test_lists_without_some_keys(heads: int, mask_heads: int, query_len: int) ->
 
 
 def test_lists_without_keys_are_contiguous_for_any_mask_and_entry() -> None:
-    """As the kernels want them; and a wrong entry reads nothing outside of the mask."""
+    """Kernels need contiguous lists. A wrong entry reads nothing outside of the mask."""
     lists = select_keys(torch.randn(1, 1, 9), 4).lists
     keep = torch.ones(9, 2, dtype=torch.bool).t()[:, None]
     lists.idx[..., -1] = 2**31 - 1
@@ -141,7 +141,7 @@ def test_ways_to_write_a_padding_mask(shape: tuple[int, ...]) -> None:
 
 
 def test_same_keys_as_create_mask() -> None:
-    """Row by row, for distinct scores: the last row of the first r keys is row r."""
+    """For distinct scores, row r keeps what create_mask chooses among the keys 0 to r."""
     scores = torch.randn(1, 2, 1, 60)
     keep = select_keys(scores, 7).to_mask()
     for row in range(60):
@@ -161,7 +161,7 @@ def test_same_keys_as_create_mask() -> None:
 def test_attention_against_the_oracle(
     causal: bool, heads: int, softcap: float, dtype: torch.dtype
 ) -> None:
-    """Blocks of rows, more keys than rows, all gradients and that of lse."""
+    """Several row blocks, more keys than rows, and all gradients, of a loss of out and lse."""
     case = random_case(
         seqlen_q=140,
         seqlen_k=170,
@@ -197,7 +197,6 @@ def test_more_rows_than_keys() -> None:
         q, k, v, None, bias, window_size=3, return_attn_probs=True, **arguments
     )
     case.attn_mask = brute_force(bias.detach()[:, :, 0], 3, 30, True)
-    oracle = case.reference()
     assert not out[:, :19].any() and (lse[:, :, :19] == -math.inf).all()
     assert probs.sum(-1).allclose((torch.arange(30) >= 19).double().expand(2, 4, 30))
     grads = torch.autograd.grad(out, (q, k, v, bias), case.dout, retain_graph=True)
@@ -221,7 +220,7 @@ def test_no_rows_beside_a_mask_expanded_over_them(window: int, causal: bool) -> 
     for chosen in ({"window_size": window}, {"selection": selection}):
         out = flash_dmattn_func(q, k, k, mask, scores, is_causal=causal, **chosen)
         assert out.shape == q.shape
-    # Which of its keys a stretch leaves behind is not to be known from no row.
+    # A mask without rows does not say which keys a stretch may leave in a state.
     with pytest.raises(ValueError, match=r"attn_mask: got shape \(2, 1, 0, 5\)"):
         KeyState.of(k, k, scores, window, attn_mask=mask)
     empty = KeyState.of(k[:, :0], k[:, :0], scores[..., :0], window, attn_mask=mask[..., :0])

@@ -24,7 +24,7 @@ from dmattn import (
 
 
 def test_masks_of_fixed_size_in_buffers() -> None:
-    """A fixed size beside a dynamic one that happens to be equal to it."""
+    """Masks have a fixed size, beside a dynamic length that happens to be equal to it."""
 
     class Masks(nn.Module):
         mask: Tensor
@@ -77,7 +77,7 @@ def test_packed_documents_say_what_a_compiler_needs() -> None:
 
 
 class Attention(nn.Module):
-    """By a selection of its own, or one given."""
+    """Attention over a selection that it makes itself, or over a given one."""
 
     def forward(self, x: Tensor, bias: Tensor, selection: KeySelection | None = None) -> Tensor:
         if selection is None:
@@ -89,7 +89,7 @@ class Attention(nn.Module):
 
 
 class Lengths(nn.Module):
-    """What takes a length as a number."""
+    """Functions that take a length as a number."""
 
     def forward(self, x: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
         length = x.shape[1]

@@ -1,4 +1,4 @@
-"""Selections made from intervals, windows and documents: what they show is what attention uses."""
+"""Selections made from intervals, windows and documents: attention uses the keys that they show."""
 
 import math
 from itertools import pairwise
@@ -47,7 +47,7 @@ def causal(key_len: int) -> Tensor:
 def test_intervals_of_any_numbers(
     lengths: tuple[int, int], reach: int | None, dtype: torch.dtype, seed: int
 ) -> None:
-    """Numbers out of range are the nearest in it, and `reach` cuts off what is longer."""
+    """Interval ends are clamped to the range of positions, and to `reach` behind their keys."""
     torch.manual_seed(seed)
     query_len, key_len = lengths
     end = torch.arange(key_len) + torch.randint(-20, 350, (2, 1, key_len))
@@ -80,7 +80,7 @@ def test_a_reach_that_is_too_small_is_what_the_selection_shows() -> None:
 
 
 def masks_of(padding: Tensor) -> list[Tensor]:
-    """Ways to write bool (B, Sk)."""
+    """All the ways to write a padding mask, given as bool (B, Sk)."""
     four = padding[:, None, None]
     rows = four.expand(-1, 2, padding.shape[1], -1)
     return [padding, padding.long(), padding.to(torch.uint8), four, rows]
@@ -121,7 +121,7 @@ def ids_of(bounds: list[int]) -> Tensor:
 @pytest.mark.parametrize("window", [None, 1, 50])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
 def test_documents_that_differ_between_rows(window: int | None, dtype: torch.dtype) -> None:
-    """Each row as if it were alone; an id that comes back is another document."""
+    """Each row is as if it were alone; an id that comes back later is another document."""
     rows = [[0, 90, 91, 200], [0, 1, 128, 150, 200]]
     ids = torch.stack([ids_of(bounds) for bounds in rows]).to(dtype)
     padding = torch.rand(2, 200) < 0.7
@@ -228,7 +228,7 @@ def test_numbers_of_numpy() -> None:
 
 
 def test_what_is_known_of_a_selection_without_reading_it() -> None:
-    """Backends believe it: of what may hide a row's own key it is not said."""
+    """Backends rely on it: `keeps_own` is not claimed where a row's own key may be hidden."""
     mask = torch.tensor([[True, True, False, True, True, True, True]])
     bounds = torch.tensor([0, 3, 7])
     for masked in (None, mask):

@@ -1,4 +1,4 @@
-"""Attention inside what training does around it: checkpointing, functional transforms, DDP."""
+"""Attention within the tools of training: checkpointing, functional transforms, DDP."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -91,7 +91,7 @@ def test_checkpoint(kind: str, reentrant: bool) -> None:
 @kinds
 @pytest.mark.parametrize("kept", [False, True])
 def test_selective_checkpoint(kind: str, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The results of attention are kept, or computed again like everything else."""
+    """The results of attention are saved, or computed again like everything else."""
     wanted, calls = gradients(KINDS[kind], leaves()), []
 
     def forward(self: CpuBackend, problem: Problem, for_backward: bool = True) -> Results:
@@ -188,7 +188,7 @@ def test_layer_under_checkpoint(reentrant: bool) -> None:
 
 @pytest.fixture
 def process_group() -> Iterator[None]:
-    """Of this process alone."""
+    """A process group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -1,6 +1,6 @@
 """The triton backend: where it can run, what it refuses, and that its kernels compile for GPUs.
 
-The numbers are the business of the attention suite, which runs it in triton's interpreter.
+Its results are tested by the attention suite, which runs it in triton's interpreter.
 """
 
 import importlib
@@ -127,7 +127,7 @@ def test_a_row_that_cannot_run_on_the_device_is_passed_over(
         registry.choose(problem())
 
 
-# Keys that a key mask or a selection leaves out are not visited: they may be anything.
+# A script: keys that a key mask or a selection leaves out are not visited, so they may be anything.
 UNVISITED = """
 import torch
 from dmattn import flash_dmattn_func
@@ -201,7 +201,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Launches:
-    """In place of a kernel: takes its launches, and wants every argument of it and no other."""
+    """Stands in for a kernel: each launch has to give all of its arguments, and no others."""
 
     def __init__(self, kernel: Any) -> None:
         self.arguments = set(kernel.arg_names)
@@ -217,7 +217,7 @@ class Launches:
 
 @needs_triton
 def test_launches_give_every_argument(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter drops those that a kernel does not have, where a GPU's launch fails."""
+    """The interpreter ignores arguments that a kernel does not have; on a GPU the launch fails."""
     from dmattn.backends.triton import attention
     from dmattn.backends.triton.kernels import backward, forward
 
@@ -305,7 +305,8 @@ def compiled_kernel(
     is_amd = isinstance(chip, str)
     names = kernel.arg_names
     signature, constants = _signature(names, dtype, head_dim, name, tile, lists, large)
-    # As at a launch on aligned tensors. Without it no load is wide enough to run ahead.
+    # Divisible by 16, as at a launch on aligned tensors. Otherwise no load is wide enough to run
+    # ahead.
     even = [
         i
         for i, name in enumerate(names)

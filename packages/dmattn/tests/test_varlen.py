@@ -1,6 +1,6 @@
-"""flash_dmattn_varlen_func on the CPU: errors, operators, compilers, what kernels are handed.
+"""flash_dmattn_varlen_func on the CPU: errors, operators, compilers, and what kernels are handed.
 
-What it computes is in tests/attention of the repository, against the oracle.
+Its results are compared with the oracle in tests/attention of the repository.
 """
 
 import math
@@ -54,7 +54,7 @@ class Packed:
     @property
     def cu_seqlens(self) -> tuple[Tensor, Tensor]:
         bounds = boundaries(self.lengths_q)
-        # One tensor where it is the same: a causal window asks for that.
+        # One tensor if lengths are equal: with two a causal window takes a slower path.
         return bounds, bounds if self.lengths_k == self.lengths_q else boundaries(self.lengths_k)
 
     def call(self, **more: Any) -> tuple[Tensor, Tensor]:
@@ -154,7 +154,7 @@ def test_equal_boundaries_need_not_be_one_tensor(same: str) -> None:
 def test_window_over_other_rows_than_keys(
     lengths: tuple[list[int], list[int]], mask: tuple[str, int] | None
 ) -> None:
-    """Chunked prefill: as each sequence alone, results and gradients."""
+    """As in chunked prefill: results and gradients are those of each sequence alone."""
     rows, keys = lengths
     case = packed(rows, keys, bias=("key", 2), mask=mask).requiring_grad()
     q, k, v, bias = case.leaves()
@@ -243,7 +243,7 @@ def test_errors() -> None:
 def test_wrong_boundaries_are_refused_beside_any_window(
     window_size: int | None, is_causal: bool, backend: str | None
 ) -> None:
-    """By every backend, by `explain_varlen`, and again in a call of a kind that is known."""
+    """By each backend, by `explain_varlen`, and also in calls of a kind that is known."""
     case = packed([3, 5], [4, 6], bias=("key", 2))
     cu_q, cu_k = case.cu_seqlens
     wrong: list[tuple[Tensor, Tensor, tuple[int, int], str]] = [
@@ -273,7 +273,7 @@ SHAPES: list[dict[str, Any]] = [
 
 
 def arguments(case: Packed) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Of dmattn::fwd: by position, and by name."""
+    """The arguments of dmattn::fwd: those by position, and those by name."""
     mask, bias = (
         None if t is None else t.transpose(0, 1) for t in (case.attn_mask, case.attn_bias)
     )
@@ -334,7 +334,7 @@ def test_compiles(is_causal: bool, window_size: int | None) -> None:
 @pytest.mark.parametrize("scores_heads", [1, 2])
 @pytest.mark.parametrize("window_size", [None, 4])
 def test_compiles_behind_unpad_input(window_size: int | None, scores_heads: int) -> None:
-    """The number of tokens is then one that only the mask tells."""
+    """The number of tokens then depends on the values of the mask."""
 
     def step(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
         rows, indices, cu, *_ = unpad_input(q, mask)

@@ -1,6 +1,6 @@
 """Packed sequences with a mask or a bias, which some backends compute faster over lists of keys.
 
-None does on the CPU: here one is made to say so.
+No backend of the CPU does; here they are made to claim it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dmattn.backends import registry
 from dmattn.backends.cuda import kernels
 from dmattn.problem import Problem
 
-# Empty ones, single rows and around blocks of 128 rows.
+# Empty sequences, single rows, and lengths around multiples of 128 rows.
 LENGTHS = (0, 1, 127, 128, 129, 600, 0, 255, 257, 900, 1, 64)
 TOTAL, LONGEST = sum(LENGTHS), max(LENGTHS)
 CU_SEQLENS = torch.tensor((0, *LENGTHS)).cumsum(0, dtype=torch.int32)
@@ -25,7 +25,7 @@ CU_SEQLENS = torch.tensor((0, *LENGTHS)).cumsum(0, dtype=torch.int32)
 
 @pytest.fixture
 def prefers_lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backend says so, however small the call."""
+    """Let every backend claim to prefer lists, however small the call."""
     monkeypatch.setattr(registry, "prefers_lists", lambda *_: True)
     monkeypatch.setattr(varlen, "_FEWEST_ENTRIES", 0)
 
@@ -63,7 +63,7 @@ def _operands(heads_of_bias: int | None, heads_of_mask: int | None) -> dict[str,
 
 
 def _results(given: dict[str, Tensor | None], **options: Any) -> dict[str, Tensor]:
-    """out, lse and all gradients of sums with weights of their own."""
+    """out, lse, and the gradients of a weighted sum of out plus a function of lse."""
     bounds = {"cu_seqlens_q": CU_SEQLENS, "cu_seqlens_k": CU_SEQLENS}
     longest = {"max_seqlen_q": LONGEST, "max_seqlen_k": LONGEST}
     arguments: dict[str, Any] = given | bounds | longest | {"is_causal": True} | options
@@ -99,7 +99,7 @@ def test_gives_the_same(
 def test_with_sinks_and_a_window_longer_than_all(
     listed: list[Problem], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A window that no sequence fills leaves a bias and nothing else."""
+    """A window longer than every sequence hides no key, which leaves a call with a bias alone."""
     given = _operands(2, None) | {"sinks": torch.randn(4).requires_grad_()}
     found = _results(given, window_size=1000)
     assert listed[-1].key_lists is not None
@@ -129,7 +129,7 @@ def test_writes_into_out(listed: list[Problem]) -> None:
         {"softcap": 20.0},
         {"cu_seqlens_k": CU_SEQLENS + torch.tensor([0] * len(LENGTHS) + [-1], dtype=torch.int32)},
         {"attn_bias": torch.zeros(TOTAL, 4, LONGEST)},
-        # Lists of so many keys take half as much as operands of such a head_dim.
+        # Lists of so many keys would take half as much memory as operands of this head_dim.
         {"head_dim": 8, "max_seqlen_k": TOTAL},
     ],
     ids=["neither", "not causal", "softcap", "other keys", "bias with rows", "long lists"],
@@ -181,7 +181,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, cu_seqlens: Tensor) -
 
 
 def _first(tokens: int) -> list[Tensor]:
-    """So many tokens of the operands, in sequences of 100."""
+    """The first tokens of the operands, in sequences of 100 tokens, and the boundaries."""
     given = _operands(2, None)
     operands = [given[name][:tokens].detach() for name in ("query", "key", "value", "attn_bias")]
     cu_seqlens = torch.arange(0, tokens + 100, 100, dtype=torch.int32).clamp(max=tokens)

@@ -1,4 +1,4 @@
-"""top_window_mask: the boolean mask that window_size amounts to."""
+"""top_window_mask: the boolean mask that is equivalent to window_size."""
 
 import pytest
 import torch

@@ -4,7 +4,7 @@ Importing this package needs no GPU and no driver. `FwdParams`, `BwdParams`, `Se
 `BuildKeyListsParams`, `CacheAppendParams`, `CacheDraftParams`, `CacheCommitParams`,
 `JoinKeysParams` and `KeepKeysParams` describe one call each; their `launch` enqueues it on a CUDA
 stream. C and C++ programs use `cmake_dir()` with CMake, or `include_dir()` and `library_path()`;
-`python -m dmattn_kernels` prints each of them.
+`python -m dmattn_kernels` prints each of these paths.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from dmattn_kernels._core import (
 )
 
 if abi_version() != HEADER_ABI_VERSION:
-    # The loader takes a library of the same name that is in the process already.
+    # If the process has loaded a library of the same name before, the loader takes that one.
     raise ImportError(
         f"dmattn_kernels: got a libdmattn.so of ABI version {abi_version()}, wanted "
         f"{HEADER_ABI_VERSION}; another copy of it was loaded into this process before"

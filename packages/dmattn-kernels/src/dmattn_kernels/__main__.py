@@ -1,4 +1,4 @@
-"""`python -m dmattn_kernels --cmake-dir` and its likes, for build scripts of C and C++ programs."""
+"""`python -m dmattn_kernels --cmake-dir` and similar, for build scripts of C and C++ programs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import dmattn_kernels
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the one thing that was asked for; without an option, or with two, explain and fail."""
+    """Print what the option asks for; without one, or with several, print the usage and fail."""
     parser = argparse.ArgumentParser(prog="python -m dmattn_kernels", allow_abbrev=False)
     choice = parser.add_mutually_exclusive_group(required=True)
     for option, value, words in (

@@ -2,9 +2,11 @@
 
 from typing import Any, Final, TypeAlias
 
-# (data_ptr, dtype, shape, stride): device address, one of the dtype codes below, extents and
-# strides in elements. Or a tensor of a framework on the device of the call, of a type for which
-# `reads` is true; it is looked at during the call alone. None is an absent tensor.
+# A tensor has one of two forms. Either it is a tuple (data_ptr, dtype, shape, stride): device
+# address, one of the dtype codes below, extents, strides in elements. Or it is a tensor of a
+# framework, on the device of the call and of a type for which `reads` is true. The constructor or
+# function that gets such a tensor copies its description and keeps no reference to it. None is an
+# absent tensor.
 _Tensor: TypeAlias = tuple[int, int, tuple[int, ...], tuple[int, ...]] | Any
 # (end, idx, count, full) of dmattn_key_selection; full is None when the selection is not causal.
 _Selection: TypeAlias = tuple[_Tensor, _Tensor, _Tensor, _Tensor | None]
@@ -20,8 +22,9 @@ HEADER_ABI_VERSION: Final[int]  # of the header that this module was compiled ag
 class FwdParams:
     """One forward call. Shapes and dtypes as in dmattn_fwd_params of dmattn/dmattn.h.
 
-    Raises TypeError for an argument that is not such a tuple. What the tuples hold is checked by
-    the two methods.
+    The constructor raises TypeError for an argument that is no tensor in one of the two forms, and
+    ValueError for a tensor of more than 4 dimensions or on another device. Shapes, strides and
+    dtypes are checked by the methods.
     """
 
     def __init__(
@@ -52,20 +55,21 @@ class FwdParams:
         Raises ValueError, TypeError (a dtype) or RuntimeError (no GPU, no kernel for it).
         """
     def enqueue(self, stream: int) -> int:
-        """Launches at once what needs no scratch; returns the bytes of scratch that it needs.
+        """Launches the call if it needs no scratch, and returns the bytes of scratch it needs.
 
-        Unless that is 0 nothing has been launched: call `launch` then, which does not check or plan
-        the call again. Raises as both.
+        If they are not 0, nothing has been launched: call `launch` then, which does not check and
+        plan the call a second time. Raises what `workspace_size` and `launch` raise.
         """
     def launch(self, workspace: int, bytes: int, stream: int) -> None:
         """Enqueues the call on `stream` (a cudaStream_t) without waiting for it.
 
-        `workspace` is the device address of `bytes` bytes, a multiple of 256. Releases the GIL.
-        Raises as `workspace_size`, and RuntimeError for an error of the CUDA runtime.
+        `workspace` is the device address, a multiple of 256, of `bytes` bytes of scratch. Releases
+        the GIL. Raises what `workspace_size` raises, and RuntimeError for an error of the CUDA
+        runtime.
         """
 
 class BwdParams:
-    """One backward call, as `FwdParams`; each of dq, dk, dv and dbias only where it is wanted."""
+    """One backward call, see `FwdParams`. Of dq, dk, dv and dbias those not wanted are None."""
 
     def __init__(
         self,
@@ -151,8 +155,8 @@ class BuildKeyListsParams:
 class CacheAppendParams:
     """New tokens for a cache of keys, as dmattn_cache_append_params of dmattn/dmattn.h.
 
-    The cache, `k_cache` to `seen`, is changed in place. With `q`, which needs `evict`, each token's
-    queries attend to what the cache holds after it, into `out`.
+    The cache, `k_cache` to `seen`, is changed in place. With `q`, which needs `evict`, the queries
+    of each token attend to what the cache holds once that token is in, and `out` is written.
     """
 
     def __init__(
@@ -183,8 +187,8 @@ class CacheAppendParams:
 class CacheDraftParams:
     """Tokens that attend without being put in, as dmattn_cache_draft_params of dmattn/dmattn.h.
 
-    `k_cache` and `v_cache` have rows behind the entries, which take the draft; `draft` is for
-    `CacheCommitParams`.
+    Their keys and values are written to the rows of `k_cache` and `v_cache` behind the entries. The
+    output `draft` is an input of `CacheCommitParams`.
     """
 
     def __init__(
@@ -212,9 +216,10 @@ class CacheDraftParams:
         """See `FwdParams.launch`."""
 
 class CacheCommitParams:
-    """The first tokens of a draft, put in, as dmattn_cache_commit_params of dmattn/dmattn.h.
+    """Put the first tokens of a draft in, as dmattn_cache_commit_params of dmattn/dmattn.h.
 
-    `count` is how many of each sequence. The cache, `k_cache` to `seen`, is changed in place.
+    `count` holds the number of tokens to put in for each sequence. The cache, `k_cache` to `seen`,
+    is changed in place.
     """
 
     def __init__(
@@ -236,7 +241,7 @@ class CacheCommitParams:
         """See `FwdParams.launch`."""
 
 class JoinKeysParams:
-    """Keys of two stretches behind one another, as dmattn_join_keys_params of dmattn/dmattn.h.
+    """The keys of two stretches joined into one, as dmattn_join_keys_params of dmattn/dmattn.h.
 
     `k`, `v` and `score` are written.
     """
@@ -285,7 +290,7 @@ class KeepKeysParams:
         score_kept: _Tensor,
         position_kept: _Tensor,
         seen_kept: _Tensor | None = None,
-        starts_early: bool = False,  # beside the call enqueued right before, see the header
+        starts_early: bool = False,  # may run beside the call enqueued right before, see the header
     ) -> None: ...
     def workspace_size(self) -> int:
         """See `FwdParams.workspace_size`."""
@@ -295,50 +300,53 @@ class KeepKeysParams:
         """See `FwdParams.launch`."""
 
 def enqueue_fwd(*arguments: Any) -> int:
-    """A forward in one call: its parameters, its scratch and its launch.
+    """A forward in a single call: makes the parameters, gets the scratch, and launches.
 
-    Takes all arguments of `FwdParams`, by position, and the stream. The scratch comes from the
-    framework of the first tensor, for its current stream, which has to be that stream. Returns 0,
-    or the bytes of scratch that it did not get: nothing has been launched then, and the caller goes
-    by `FwdParams`. Raises as its methods.
+    Takes all arguments of the constructor of `FwdParams`, by position, and then the stream. The
+    scratch is allocated by the framework of the first tensor, on the framework's current stream,
+    which has to be the given stream. Returns 0 if the call was launched. Otherwise nothing was
+    launched, and it returns the bytes of scratch that it needs and did not get: the caller then has
+    to use `FwdParams`. Raises what the constructor and the methods of `FwdParams` raise.
     """
 
 def enqueue_bwd(*arguments: Any) -> int:
-    """See `enqueue_fwd`; of `BwdParams`."""
+    """As `enqueue_fwd`, with the arguments of `BwdParams`."""
 
 def enqueue_select(*arguments: Any) -> int:
-    """See `enqueue_fwd`; of `SelectParams`."""
+    """As `enqueue_fwd`, with the arguments of `SelectParams`."""
 
 def enqueue_build_key_lists(*arguments: Any) -> int:
-    """See `enqueue_fwd`; of `BuildKeyListsParams`."""
+    """As `enqueue_fwd`, with the arguments of `BuildKeyListsParams`."""
 
 def enqueue_cache_append(*arguments: Any) -> int:
-    """See `enqueue_fwd`; of `CacheAppendParams`."""
+    """As `enqueue_fwd`, with the arguments of `CacheAppendParams`."""
 
 def enqueue_cache_draft(*arguments: Any) -> int:
-    """See `enqueue_fwd`; of `CacheDraftParams`."""
+    """As `enqueue_fwd`, with the arguments of `CacheDraftParams`."""
 
 def enqueue_cache_commit(*arguments: Any) -> int:
-    """See `enqueue_fwd`; of `CacheCommitParams`."""
+    """As `enqueue_fwd`, with the arguments of `CacheCommitParams`."""
 
 def enqueue_join_keys(*arguments: Any) -> int:
-    """See `enqueue_fwd`; of `JoinKeysParams`."""
+    """As `enqueue_fwd`, with the arguments of `JoinKeysParams`."""
 
 def enqueue_keep_keys(*arguments: Any) -> int:
-    """See `enqueue_fwd`; of `KeepKeysParams`."""
+    """As `enqueue_fwd`, with the arguments of `KeepKeysParams`."""
 
 def kind_of(*arguments: Any) -> bytes | None:
-    """The kind of tensors: takes a tuple of types, and up to 8 tensors, each of which may be None.
+    """The kind of some tensors, as bytes.
 
-    Two lists of tensors have the same kind exactly if they agree in where None is and in all
-    shapes, strides, dtypes and devices. None: one of them is not of one of the types (a subclass is
-    another type), cannot be described by its framework, or says of itself that it `is_neg()`.
+    Takes a tuple of types, and then up to 8 tensors, each of which may be None. Two lists of
+    tensors have the same kind exactly if they agree in which of them are None and in all shapes,
+    strides, dtypes and devices. Returns None if a tensor has a type that is not among the given
+    ones (a subclass is another type), if its framework cannot describe it, or if its `is_neg()` is
+    true.
     """
 
 def reads(type: type) -> bool:
-    """Whether tensors of this type may be passed as they are.
+    """Whether tensors of this type may be passed as they are, instead of as tuples.
 
-    They may if it has DLPack's C exchange interface, as torch.Tensor has from torch 2.10 on.
+    They may if the type has DLPack's C exchange interface, as torch.Tensor has from torch 2.10 on.
     """
 
 def select_capacity(window: int, seqlen_k: int, is_causal: bool) -> int:

@@ -1,4 +1,4 @@
-"""Whether there is a GPU, asked of the installed wheel."""
+"""Whether there is a GPU, as the installed wheel finds it."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def cmake_build(folder: str, build: Path, *options: str) -> Path:
 
 
 def run(*command: str | Path) -> str:
-    """What a program that must succeed prints."""
+    """Run a program that must succeed, and return what it prints."""
     result = subprocess.run(
         [str(word) for word in command], capture_output=True, text=True, check=False
     )

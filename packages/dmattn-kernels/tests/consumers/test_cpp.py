@@ -18,7 +18,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def said(program: Path) -> str:
-    """What the program prints; its exit status tells whether all was as it expects."""
+    """What the program prints; run() checks by its exit status that all was as it expects."""
     return run(program)
 
 

@@ -58,7 +58,7 @@ def test_the_definition_that_the_program_compares_with(example: ModuleType) -> N
     weights = np.exp(k[1, :, 1].astype(np.float64) @ row / 8 + bias[1, 1, 0])
     assert np.allclose(lse[1, 3, -1], np.log(weights.sum()), rtol=0, atol=1e-12)
     assert np.allclose(out[1, -1, 3], weights @ v[1, :, 1] / weights.sum(), rtol=0, atol=1e-12)
-    # The first row stands at position 30: of the keys behind it, none has a say.
+    # The first row has position 30, so that keys behind that position do not change its output.
     changed = v.copy()
     changed[:, 31:] = 7
     assert np.array_equal(example.plain_attention(q, k, changed, bias)[0][:, 0], out[:, 0])
@@ -79,7 +79,7 @@ def test_program_on_a_gpu() -> None:
 
 @pytest.mark.usefixtures("need_gpu")
 def test_the_launch_is_on_the_current_stream(example: ModuleType) -> None:
-    """Captured in a graph, which takes only what is on the stream that is being captured."""
+    """A capture of the current stream contains the launch: its graph computes the output again."""
     import cupy as cp
 
     q, k, v, bias = (cp.asarray(x) for x in example.example_arrays())

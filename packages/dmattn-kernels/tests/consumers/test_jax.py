@@ -53,7 +53,7 @@ def test_lowers_for_cuda_anywhere(example: ModuleType) -> None:
 
 
 def test_gradients_lower(example: ModuleType) -> None:
-    """One call of each direction; the gradients have the shapes and dtypes of their arrays."""
+    """One forward and one backward; the gradients have the shapes and dtypes of their arrays."""
     arrays = example.example_arrays()
     traced = example.gradients.trace(example.causal_attention, *arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -66,7 +66,7 @@ def test_gradients_lower(example: ModuleType) -> None:
 
 
 def test_a_batch_of_calls_lowers(example: ModuleType) -> None:
-    """vmap makes a loop of calls, each with the shapes of one."""
+    """vmap becomes a loop over calls, each with the shapes of a single call."""
     q, k, v, _ = example.example_arrays()
     batch = jax.jit(jax.vmap(lambda *x: example.attention(*(a[None] for a in x))[0][0]))
     text = batch.trace(q, k, v).lower(lowering_platforms=("cuda",)).as_text()
@@ -94,7 +94,7 @@ def test_wrong_arrays_are_refused_when_traced(
 
 
 def call_unchecked(target: str, arrays: Any, results: Any, **changed: Any) -> Any:
-    """The handler on the CPU, which checks and then refuses, past the checks of attention.py."""
+    """Call the handler for the CPU without the checks of attention.py: it checks, then refuses."""
     settings: dict[str, Any] = {"softmax_scale": np.float32(1), "softcap": np.float32(0)}
     settings |= {"is_causal": False, "has_mask": False, "has_bias": False}
     call = jax.ffi.ffi_call(target, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results])
@@ -137,7 +137,7 @@ def test_the_backward_hands_on_what_the_library_says(example: ModuleType) -> Non
 
 
 def test_definitions_agree(example: ModuleType) -> None:
-    """What the program for JAX compares with, and what the one for CuPy does."""
+    """The definitions of attention that the programs for JAX and for CuPy compare with."""
     arrays = example.example_arrays()
     out, lse = example.plain_attention(*arrays)
     expected = load("with_cupy").plain_attention(*(np.asarray(x, np.float64) for x in arrays))

@@ -1,6 +1,6 @@
-"""Tests claimed by workers: a file each, named by the test's place in the order of collection.
+"""Tests claimed by workers: one file for each, named by the test's place in collection order.
 
-And places that processes share, of which there are fewer than processes.
+Also places for which processes wait, as there are fewer places than processes.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ LOOK_AGAIN_SECONDS = 0.2
 
 
 def name(place: int) -> str:
-    """Of the claim of the test at a place in the order of collection."""
+    """The file name of the claim of the test at this place in collection order."""
     return f"{place:05d}"
 
 
 def left(folder: Path, tests: Sequence[str]) -> list[str]:
-    """Of all tests, in the order of collection, those that nobody has taken."""
+    """Those of all tests, given in collection order, that no worker has claimed."""
     taken = {claim.name for claim in folder.iterdir()}
     return [test for place, test in enumerate(tests) if name(place) not in taken]
 
 
 def take(claim: Path, test: str, worker: str) -> bool:
-    """Whether the test is now this worker's, and not another's before."""
+    """Claim a test for a worker. False if another worker has claimed it before."""
     try:
         descriptor = os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
     except FileExistsError:
@@ -39,15 +39,15 @@ def take(claim: Path, test: str, worker: str) -> bool:
 
 
 def read(claim: Path) -> tuple[str, str]:
-    """The test, and the worker that took it; both empty if that was ended before it had written."""
+    """The test, and the worker that claimed it; both empty if it ended before it wrote them."""
     test, _, worker = claim.read_text().rpartition("\n")
     return test, worker
 
 
 def give_back(folder: Path, ended: Collection[str], stopped: Collection[str]) -> None:
-    """Leaves the tests to others in which time stopped a worker.
+    """Remove the claims of tests during which the time limit stopped a worker.
 
-    A test that has not ended otherwise is one that ended its worker.
+    Another test that has not ended is one that has ended its worker, so that its claim stays.
     """
     for claim in folder.iterdir():
         test, worker = read(claim)
@@ -57,7 +57,7 @@ def give_back(folder: Path, ended: Collection[str], stopped: Collection[str]) ->
 
 @contextmanager
 def one_of_places(folder: Path, name: str, places: int) -> Iterator[None]:
-    """Waits until one of so many places is free; it is taken until the end, or the process's."""
+    """Wait for one of so many places, and hold it until the `with` block or the process ends."""
     files = [(folder / f"{name}-{place}").open("w") for place in range(places)]
     try:
         for file in itertools.cycle(files):

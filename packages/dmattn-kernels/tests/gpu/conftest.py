@@ -1,4 +1,4 @@
-"""Tests of the compiled kernels as such; without a GPU none of them is collected."""
+"""Tests of the compiled kernels themselves; without a GPU none of them is collected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Items of other folders stay as they are."""
+    """Leave out tests of this folder that this run does not need; other folders' tests stay."""
     items[:] = [item for item in items if HERE not in item.path.parents or _runs(item)]
 
 

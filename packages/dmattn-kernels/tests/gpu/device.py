@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 FAMILY_VARIABLE = "DMATTN_ARCH"  # which kernels run
-SHARE_VARIABLE = "DMATTN_TEST_SHARE"  # every how many-th case a run takes
+SHARE_VARIABLE = "DMATTN_TEST_SHARE"  # n, if a run takes every n-th case
 
 
 def family() -> str:

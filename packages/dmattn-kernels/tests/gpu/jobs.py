@@ -14,7 +14,7 @@ from pathlib import Path
 
 @dataclasses.dataclass
 class Job:
-    """One command. `again(job)` may hand back a job to run in its place once it has ended."""
+    """One command. `again(job)` may return a job to run in its place once it has ended."""
 
     name: str
     command: list[str]
@@ -45,10 +45,10 @@ def visible_gpus() -> list[str]:
 
 
 class Pool:
-    """Starts jobs in the order given, at most `width` at once, and ends what outruns its limit.
+    """Starts jobs in the order given, at most `width` at once, and ends those that take too long.
 
-    Of several GPUs each job gets another one as its first, which is the one that tests use: many
-    processes that take turns on one GPU spend much of its time on the turns.
+    With several GPUs the jobs get different ones as their first GPU, which is the one that tests
+    use: many processes that share one GPU spend much of its time on switching between them.
     """
 
     def __init__(self, width: int, deadline: float) -> None:

@@ -1,4 +1,4 @@
-"""What a run of the suite leaves behind, so that another can go on where its time was up."""
+"""What a run of the suite leaves in its folder, so that another one can go on with the rest."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ FILE = "progress.json"
 
 @dataclasses.dataclass
 class Progress:
-    """Of all runs in one folder.
+    """The progress of all runs in one folder.
 
     Attributes:
-        of: what was tested, and how: equal in all runs.
-        seconds: how long they took together.
-        runs: how many there were.
-        findings: of the sanitizer's jobs that came to an end.
+        of: what is tested, and how; equal in all runs.
+        seconds: how long the runs took together.
+        runs: the number of runs.
+        findings: those of the sanitizer's jobs that came to an end.
     """
 
     of: dict[str, Any]
@@ -30,10 +30,10 @@ class Progress:
 
     @classmethod
     def read(cls, folder: Path, of: dict[str, Any]) -> Progress:
-        """What was left in the folder; nothing in one that is new.
+        """The progress that earlier runs have left in the folder; a new one if there were none.
 
         Raises:
-            ValueError: the runs there were of something else.
+            ValueError: earlier runs in the folder tested something else.
         """
         file = folder / FILE
         if not file.is_file():
@@ -47,7 +47,7 @@ class Progress:
         return left
 
     def add(self, seconds: float, findings: list[Finding]) -> None:
-        """A run that has ended; `findings`: of its jobs, but for those that time cut off."""
+        """Add a run that has ended. `findings`: of its jobs, without those that ran out of time."""
         self.seconds, self.runs = self.seconds + seconds, self.runs + 1
         self.findings = sorted([*self.findings, *findings], key=lambda finding: finding.name)
 

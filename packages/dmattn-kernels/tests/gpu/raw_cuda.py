@@ -1,6 +1,6 @@
 """Device memory through the driver alone, and kernel calls through `dmattn_kernels` alone.
 
-No torch in the process: nothing but the library's own kernels runs, so every finding of
+There is no torch in the process. So nothing but the library's own kernels runs, every finding of
 compute-sanitizer is about them, and initcheck sees each byte that the host wrote.
 """
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 import dmattn_kernels as kernels
 
 Array = npt.NDArray[np.generic]
-# Address, element type, shape and strides: a tensor as the binding takes it.
+# A tensor as the Python module takes it: address, element type, shape and strides.
 View = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 
 # Element types: numpy has no bfloat16, so those arrays hold its bits.
@@ -52,7 +52,7 @@ def from_bits(x: Array, dtype: str) -> npt.NDArray[np.float64]:
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """A strided device tensor; `view` is what the binding takes."""
+    """A strided device tensor; `view` is what the Python module takes."""
 
     address: int
     dtype: str
@@ -103,8 +103,10 @@ class Gpu:
         return address.value
 
     def workspace(self, size: int, fill: int | None, arrivals: int = 0) -> int:
-        """As allocate(). Kernels read the first `arrivals` words whatever they hold, which
-        initcheck cannot know: they are written even without `fill`."""
+        """allocate() for a workspace, whose first `arrivals` words of 64 bits are always written.
+
+        Kernels read these words whatever they hold, which initcheck would report.
+        """
         address = self.allocate(size, fill)
         if fill is None and arrivals:
             words = ctypes.c_size_t(min(8 * arrivals, size))

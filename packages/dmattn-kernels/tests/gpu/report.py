@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 OUTCOMES = ("passed", "failed", "crashed", "skipped", "not run")
 SLOWEST = 10
-REASONS = 60  # failures whose words are kept
-NAMED = 200  # tests of those that found no memory at first that are named
+REASONS = 60  # of so many failures the reason is kept
+NAMED = 200  # so many of the tests that found no memory at first are named
 
 
 def environment() -> dict[str, Any]:
@@ -71,9 +71,9 @@ def compose(
     seconds: float,
     runs: int = 1,
 ) -> dict[str, Any]:
-    """The report; `ok` when the run was complete, nothing failed and every tool bit.
+    """The report. `ok`: the run was complete, nothing failed, every tool found its planted fault.
 
-    `runs`: in how many parts, each of which went on where the one before had no time left.
+    `runs`: the number of runs, each of which went on where the one before had no time left.
     """
     found_by = [(target, lacking_memory_as_not_run(lines)) for target, lines in found_by]
     outcomes = {target.name: lines for target, lines in found_by}
@@ -134,7 +134,7 @@ def compose(
 
 
 def is_ok(found: dict[str, Any]) -> bool:
-    """Of a report into which something that was run again has been written."""
+    """`ok` of a report, after the outcome of what was run again has been written into it."""
     return (
         found["complete"]
         and not found["failed_tests"]
@@ -148,14 +148,14 @@ def is_ok(found: dict[str, Any]) -> bool:
 
 
 def is_of_this_library(found: dict[str, Any]) -> bool:
-    """Whether a report speaks of the library that is installed, and that of the sources here."""
+    """Whether a report is of the installed library, and this was built from the sources here."""
     return bool(found["source_hash"] == environment().get("source_hash") == source_hash())
 
 
 def put_into(found: dict[str, Any], newer: dict[str, Any], backends: Mapping[str, str]) -> None:
-    """Replace what a report says of the targets of a newer one, and list them as run again.
+    """Replace what a report says about the targets of a newer one, and list them as run again.
 
-    `backends`: the name of each target's.
+    `backends`: for each target the name of its backend.
     """
     for name, counts in newer["tests"].items():
         of_backend = found["backends"][backends[name]]
@@ -187,10 +187,11 @@ def run_failed_tests(
     run: Callable[[str, str], str],
     width: int = 1,
 ) -> list[dict[str, Any]]:
-    """Runs failed tests of a report again, of which those that pass now count as passed.
+    """Run the failed tests of a report again; those that pass now count as passed.
 
-    `backends`: the name of each target's. `run`: of a target and a test the outcome now, passed,
-    skipped or failed. `width`: how many run at a time. Returns what has been run.
+    `backends`: for each target the name of its backend. `run`: a function that runs a test on a
+    target and returns its outcome: passed, skipped or failed. `width`: how many run at a time.
+    Returns an entry for each test that was run.
     """
     again = []
     failed = list(found["failed_tests"])
@@ -204,7 +205,7 @@ def run_failed_tests(
 
 
 def lacking_memory_as_not_run(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A test that found no memory beside others has said nothing: it counts as not run."""
+    """A test that found no memory beside others has shown nothing: it counts as not run."""
     return [
         {**line, "outcome": "not run"}
         if line["outcome"] == "failed" and OUT_OF_MEMORY in line["reason"]
@@ -214,7 +215,7 @@ def lacking_memory_as_not_run(lines: list[dict[str, Any]]) -> list[dict[str, Any
 
 
 def left_tests(found: dict[str, Any]) -> dict[str, list[str]]:
-    """Of each target the tests that no worker had begun when time was up, or that lacked memory."""
+    """For each target the tests that no worker began before time was up, or that lacked memory."""
     left: dict[str, list[str]] = {}
     for line in found["tests_not_run"]:
         left.setdefault(line["target"], []).append(line["test"])
@@ -227,10 +228,10 @@ def put_left_into(
     about: dict[str, Any],
     backends: Mapping[str, str],
 ) -> None:
-    """Puts into a report what became of `left_tests` of it, and lists them as run again.
+    """Put the outcomes of a report's `left_tests` into it, and list their targets as run again.
 
-    `outcomes`: of each target a line for each test. `about`: what is to be said of the run.
-    `backends`: the name of each target's.
+    `outcomes`: for each target a line for each test. `about`: what the list says about the run.
+    `backends`: for each target the name of its backend.
     """
     for name, lines in outcomes.items():
         ended = [line for line in lacking_memory_as_not_run(lines) if line["outcome"] != "not run"]
@@ -268,7 +269,7 @@ def _slowest(outcomes: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """The summary that the run prints last."""
+    """The summary that a run prints at its end."""
     lines = ["", f"GPU {found['gpu']}, driver {found['driver']}, torch {found['torch']}"]
     lines.append(
         f"kernels {found['kernels']} for {found.get('architectures')}, took {found['seconds']} s"

@@ -3,11 +3,11 @@
     python packages/dmattn-kernels/tests/gpu/run_failed.py [--report PATH] [--sanitizer NAME ...]
         [--sanitizer-width N]
 
-For a failure in a test itself, or a process that something else ended: the rest of the report
-still holds as long as the library is the one that the report speaks of, and this refuses any other.
-Of the sanitizers' jobs also those that are named, whose launches have changed since. The report
-lists what was run again. It is written after the tests and after each sanitizer's job: what is
-stopped in between loses no more than what was running.
+Use it if a test itself was wrong, or if something else ended a process. The rest of the report
+still holds then, as long as the installed library is the one of the report; the program refuses any
+other one. --sanitizer names further jobs of the sanitizers to run, such as those whose launches
+have changed since. The report lists what was run again. It is written after the tests and after
+each sanitizer's job: if the program is stopped, only what was running is lost.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FAILED_WIDTH = 4  # of failed tests at a time, few enough to find memory
 
 
 def outcome_of(target_name: str, test: str) -> str:
-    """Of a test now, on a target: passed, skipped or failed."""
+    """Run a test on a target, and return its outcome: passed, skipped or failed."""
     target = TARGETS[target_name]
     paths = [*IMPORTED_FROM, *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {
@@ -62,7 +62,7 @@ def outcome_of(target_name: str, test: str) -> str:
 def sanitize_again(
     found: dict[str, Any], names: set[str], folder: Path, pool: ThreadPoolExecutor
 ) -> list[Future[dict[str, Any]]]:
-    """Starts the sanitizers' failed jobs and those named: what they find, as they end."""
+    """Start the sanitizers' failed jobs and those named; returns futures of what they find."""
     failed = names | {entry["name"] for entry in found["sanitizer"] if not entry["ok"]}
     families = sorted({name.split()[1] for name in failed} & set(FAMILIES))
     every = [*kernel_jobs(folder, families, JOB_SECONDS), *planted_jobs(folder, PLANTED_SECONDS)]
@@ -77,7 +77,7 @@ def sanitize_again(
 
 
 def put_finding(found: dict[str, Any], finding: dict[str, Any]) -> None:
-    """Puts what a sanitizer's job has found into the report, and lists it as run again."""
+    """Put what a sanitizer's job has found into the report, and list the job as run again."""
     name = finding["name"]
     found["sanitizer"] = [finding if x["name"] == name else x for x in found["sanitizer"]]
     found["run_again"].append({"sanitizer": name, "passed": finding["ok"]})

@@ -4,13 +4,15 @@
         [--time-limit S] [--folder PATH] [--into REPORT --targets NAME ...] [--into REPORT --left]
 
 It runs the attention suite (tests/attention), models of transformers and CUDA graphs (tests/models)
-and the tests of the kernels as such (this folder).
+and the tests of the kernels themselves (this folder).
 pytest runs in several processes that share the GPUs and claim the tests one by one, for each
-target in tests/attention/targets.py that is on CUDA (any newer chip runs the tile shapes of sm89),
-while compute-sanitizer watches small launches. `dmattn`, `dmattn_kernels`, torch, numpy, pytest
-and transformers must be importable. Exit code 0: everything passed. What a time limit cut off or
-left is done by the same command again, with the same folder, or on another machine by --into and
---left, or --targets for whole targets.
+target in tests/attention/targets.py that is on CUDA (newer chips can run the tile shapes of sm89,
+too), while compute-sanitizer watches small launches. `dmattn`, `dmattn_kernels`, torch, numpy,
+pytest and transformers must be importable. Exit code 0: everything passed.
+
+If a time limit has ended a run, the same command with the same folder does the rest. On another
+machine --into REPORT --left runs the tests that a report lists as not run, and --into REPORT
+--targets NAME ... runs whole targets.
 """
 
 from __future__ import annotations
@@ -48,12 +50,13 @@ from gpu.sanitize import (  # noqa: E402
 from source_hash import source_hash  # noqa: E402
 
 RESTARTS = 25  # workers started again after a lost context or a crash, per target
-# Started while compute-sanitizer runs: enough to keep the GPU busy, few enough for 16 cores.
+# Workers of all targets, beside compute-sanitizer: enough to keep the GPU busy, few enough for 16
+# cores.
 ALL_WORKERS = 12
-# A worker whose target is done takes the place of one more of a target with so many tests left.
+# When a target is done, each of its workers is replaced by one of a target with so many tests left.
 WORTH_A_WORKER = 40
 NEVER_ENDED = "never ended"
-# The compiled kernels hold machine code for the chip: nothing is left to the driver's compiler.
+# The library has machine code for the chip, so that tests need no compiler in the driver.
 NO_JIT = {"CUDA_DISABLE_PTX_JIT": "1"}
 ON_GPU = [row.name for row in TARGETS.values() if row.device == "cuda"]
 
@@ -89,7 +92,7 @@ class Workers:
             SHARE_VARIABLE: str(self._arguments.every * self.target.share),
             "PYTHONPATH": os.pathsep.join(paths),
             **(NO_JIT if self.target.family else {}),
-            # One thread each for host-side work: there are many workers.
+            # One thread in each for work on the host, as there are many workers.
             "OMP_NUM_THREADS": "1",
             "TORCHINDUCTOR_COMPILE_THREADS": "1",  # or each one starts a process for every core
             "PYTHONUNBUFFERED": "1",
@@ -110,8 +113,11 @@ class Workers:
         return list(map(str, suites))
 
     def _again(self, job: Job) -> Job | None:
-        """A new worker for one that a crash or a lost CUDA context has ended, or for a target that
-        still has much to do."""
+        """A worker to start in place of one that has ended, or None.
+
+        After a crash or a lost CUDA context it is one of the same target. A worker that found no
+        more tests is replaced by one of another target that still has much to do.
+        """
         if job.timed_out:
             return None
         if job.returncode in (0, 1, 5):
@@ -121,11 +127,11 @@ class Workers:
         return self._worker() if self._restarts > 0 else None
 
     def unclaimed(self) -> int:
-        """Tests that no worker has begun."""
+        """The number of tests that no worker has begun."""
         return len(claims.left(self._claims, self._collected()))
 
     def _collected(self) -> list[str]:
-        """All tests in the order of their numbers; none where no worker has come that far."""
+        """All tests in the order of their numbers; none until a worker has collected them."""
         collected = self._folder / "collected"
         return json.loads(collected.read_text()) if collected.is_file() else []
 
@@ -150,13 +156,13 @@ class Workers:
         return lines + [{"test": test, **never} for test in missing]
 
     def give_back(self, jobs: list[Job]) -> None:
-        """What time cut off counts as not begun."""
+        """Let tests that the time limit cut off count as not begun."""
         stopped = {job.log.stem for job in jobs if job.timed_out and job.log.parent == self._folder}
         ended = {line["test"] for line in self.outcomes() if line["reason"] != NEVER_ENDED}
         claims.give_back(self._claims, ended, stopped)
 
     def complaint(self) -> str | None:
-        """The end of a log when no test was run at all."""
+        """The end of a worker's log if no test was run at all, else None."""
         if any(self._claims.iterdir()):
             return None
         return (self._folder / "worker-0.log").read_text(errors="replace")[-3000:]
@@ -189,7 +195,8 @@ def main() -> int:
     beside.start()
     pytest_jobs = Pool(len(pytest_jobs), deadline).run(pytest_jobs)
     beside.join()
-    # Without the tests beside them, one by one, or in a later run in this folder.
+    # Jobs that found no memory run once more, now without tests beside them and one by one; if the
+    # time is up, in a later run in this folder.
     lacking = [job for job in sanitized if lacked_memory(job)]
     if lacking and time.monotonic() < deadline:
         sanitized = [job for job in sanitized if job not in lacking]

@@ -1,4 +1,4 @@
-"""compute-sanitizer on our kernels, and on planted faults to see that each tool bites."""
+"""Jobs of compute-sanitizer on our kernels, and on planted faults that its tools must find."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from toolkit import find_tool
 
 HERE = Path(__file__).parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-# Processes that share each tool's launches; racecheck is the slow one.
+# For each tool, among how many processes its launches are shared out; racecheck is the slow one.
 SHARDS = {"memcheck": 1, "racecheck": 5, "initcheck": 1, "synccheck": 1}
-FOUND = 66  # exit code that asks to be told apart from the program's own
-# What a family's own kernels are watched by, and which launches. Dense attention and the forward
-# over lists have kernels for Hopper; all else runs the sm80 code. Their memory is handed over by
-# barriers in shared memory (mbarrier) and written by TMA: racecheck takes the one for races and
-# initcheck does not see the other.
+FOUND = 66  # the sanitizer's exit code for errors, which differs from those of the program itself
+# The tools that watch a family's own kernels, and parts of the names of the launches that reach
+# them. Hopper has kernels of its own for dense attention and for lists of keys; all else runs the
+# sm80 code. Hopper's kernels hand shared memory over by mbarriers, which racecheck does not know
+# and reports as races, and write it by TMA, which initcheck does not see.
 OWN_TOOLS = {"sm90": ("memcheck", "synccheck")}
 OWN_LAUNCHES = {"sm90": "dense rows,listed rows,wide heads"}
-OWN_SHARDS = {"sm90": 2}  # of each tool: many of its launches have more rows than thread blocks
-# Launches with wrong numbers that reach a family's own kernels: over the caller's lists, and over
-# packed sequences.
+# As SHARDS, for each tool: many of these launches have more row blocks than thread blocks.
+OWN_SHARDS = {"sm90": 2}
+# Parts of the names of launches with wrong numbers (sanitizer_garbage.py) that reach a family's own
+# kernels: those over the caller's lists, and over packed sequences.
 OWN_GARBAGE = {"sm90": "top-w,listed rows,window,dense rows"}
 OPTIONS = {
     # Padding between allocations, so that small overruns do not land in a neighbour.
@@ -35,15 +36,16 @@ OPTIONS = {
     "initcheck": [],
     "synccheck": [],
 }
-# The references are products of matrices: a thread for every core in each of many processes, and
-# the cores are busy with waiting for one another.
+# The references are matrix products. With a thread for every core in each of many processes, the
+# threads would mostly wait for one another.
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
 def kernel_jobs(folder: Path, families: list[str], limit: float) -> list[Job]:
-    """One job per tool, family and shard; poisoned buffers except where initcheck watches them.
+    """A job for each tool, family and shard, and one for each family with wrong numbers.
 
-    And one per family in which memcheck watches launches with wrong numbers.
+    Buffers are poisoned, except for initcheck, which watches for reads of what was not written.
+    Launches with wrong numbers are watched by memcheck.
     """
     sanitizer = find_tool("compute-sanitizer")
     if sanitizer is None:
@@ -78,7 +80,7 @@ def kernel_jobs(folder: Path, families: list[str], limit: float) -> list[Job]:
             if tool != "initcheck":
                 program.append("--poison")
             jobs.append(job(f"{tool} {family} {shard + 1}/{shards}", tool, family, program))
-    # Launches with wrong numbers may read what nobody wrote, but nothing outside their memory.
+    # Launches with wrong numbers may read memory that was not written, but none that is not theirs.
     for family in families:
         program = [str(HERE / "sanitizer_garbage.py"), "--only", OWN_GARBAGE.get(family, "")]
         jobs.append(job(f"memcheck {family} garbage", "memcheck", family, program))
@@ -86,7 +88,7 @@ def kernel_jobs(folder: Path, families: list[str], limit: float) -> list[Job]:
 
 
 def planted_jobs(folder: Path, limit: float) -> list[Job]:
-    """Compiles the planted faults and runs each tool with its own fault and without any."""
+    """Compile the planted faults; two jobs for each tool, with its own fault and without any."""
     sanitizer, nvcc = find_tool("compute-sanitizer"), find_tool("nvcc")
     if sanitizer is None or nvcc is None:
         return []
@@ -112,7 +114,7 @@ def planted_jobs(folder: Path, limit: float) -> list[Job]:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What one run amounts to; `ok`: no errors, or errors where a fault was planted."""
+    """The verdict on one job. `ok`: it found no errors, or found the fault that was planted."""
 
     name: str
     ok: bool
@@ -146,19 +148,19 @@ def judge(job: Job) -> Finding:
     return Finding(job.name, ok, errors, launches, round(job.seconds, 1), words)
 
 
-# The driver's words, and what compute-sanitizer returns when the system has killed its program.
+# The driver's message, and what compute-sanitizer returns if the system has killed its program.
 _NO_MEMORY, _KILLED = re.compile(r"out of memory|CUDA error 2\b", re.IGNORECASE), (9, -9)
 
 
 def lacked_memory(job: Job) -> bool:
-    """Whether a job failed because others had taken the memory, of the GPU or of the machine."""
+    """Whether a job failed because others had taken the memory of the GPU or of the machine."""
     if job.timed_out or judge(job).ok:
         return False
     return job.returncode in _KILLED or _NO_MEMORY.search(job.output) is not None
 
 
 def once_more(jobs: list[Job]) -> list[Job]:
-    """The same jobs to be run anew, with logs of their own."""
+    """The same jobs, to be run once more with new logs."""
     return [
         Job(job.name, job.command, job.log.with_suffix(".again.log"), job.env, job.limit)
         for job in jobs

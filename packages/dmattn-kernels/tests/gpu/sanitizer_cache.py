@@ -33,7 +33,7 @@ class Append:
 def run_append(
     gpu: Gpu, dtype: str, head_dim: int, launch: Append, fill: int | None
 ) -> tuple[list[str], Float, Float]:
-    """Runs it: what is wrong with the cache afterwards, the outputs, and the wanted ones."""
+    """Run a call: what is wrong with the cache afterwards, the outputs, the wanted outputs."""
     draw = np.random.default_rng(head_dim)
     arrays = draw_cache(dtype, head_dim, launch, draw)
     buffers = {name: gpu.upload(x, kind) for name, (x, kind) in arrays.items()}
@@ -63,10 +63,10 @@ def run_append(
 def draw_cache(
     dtype: str, head_dim: int, launch: Append, draw: np.random.Generator
 ) -> dict[str, tuple[Array, str]]:
-    """Values and element types of what the call takes, as the binding names it."""
+    """Values and element types of the arguments of the call, by their names in the module."""
     batch, heads, capacity, tokens = launch.batch, launch.nheads_k, launch.capacity, launch.tokens
     used = np.arange(capacity) < launch.held
-    # Ties are many; the scores of some tokens are NaN or -inf, and some tokens are skipped.
+    # Many scores are equal, those of some tokens are NaN or -inf, and some tokens are skipped.
     score = np.where(used, np.round(draw.standard_normal((batch, heads, capacity))), -np.inf)
     new = with_odd(np.round(draw.standard_normal((batch, heads, tokens))), draw)
     position = np.broadcast_to(np.where(used, np.arange(capacity), -1), score.shape).copy()
@@ -91,7 +91,7 @@ def draw_cache(
 
 
 def step(cache: dict[str, Float], t: int, launch: Append, scale: float) -> Float:
-    """Token t put in; the attention (batch, heads, D) of its queries, 0 for skipped tokens."""
+    """Put token t in; the attention (batch, heads, D) of its queries, 0 for skipped tokens."""
     heads, width = launch.nheads_k * launch.queries, cache["k_cache"].shape[3]
     out = np.zeros((launch.batch, heads, width))
     for b in range(launch.batch):
@@ -103,7 +103,10 @@ def step(cache: dict[str, Float], t: int, launch: Append, scale: float) -> Float
 
 
 def put(cache: dict[str, Float], b: int, t: int, launch: Append) -> None:
-    """In the place of the lowest entry, the earliest of equal ones; or behind the last."""
+    """Put a token in the place of the lowest entry, or without `evict` behind the last entry.
+
+    Of several lowest entries it takes the place of the earliest one.
+    """
     score, position, place = cache["score"][b], cache["position"][b], int(cache["seen"][b])
     if not launch.evict and place >= launch.capacity:
         return

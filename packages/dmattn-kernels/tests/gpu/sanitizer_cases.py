@@ -196,7 +196,7 @@ SELECTED = (
 
 
 def _selection(name: str, shape: tuple[int, ...], select: Selecting, mask: str = "") -> Launch:
-    """Running top-w without the attention. `shape`: the first numbers of a `Launch`."""
+    """Running top-w without the attention. `shape`: a `Launch`'s fields from seqlen_q on."""
     return Launch(name, *shape, mask=mask, causal=True, attend=False, select=select)
 
 
@@ -207,8 +207,8 @@ BY_OWN_SCORES = Launch(
     wants="",
     select=Selecting(300, own_dtype=True),
 )
-# Once: long rows, for which several thread blocks select together, rare layouts, and so many heads
-# that the backward takes several rounds.
+# Launches for a single dtype and head_dim: long rows, for which several thread blocks select
+# together, rare layouts, and so many heads that the backward takes several rounds.
 ONCE = (
     Launch("rounds of kv heads", batch=2, nheads=300, nheads_k=3, bias="bk1k", causal=True),
     Launch("rounds of one group", nheads=600, bias="1k1k", causal=True),
@@ -226,7 +226,7 @@ ONCE = (
         "running top-w of many keys", (33000, 33000), Selecting(40, fill="ties", own_dtype=True)
     ),
     _selection("running top-w of many keys, wide window", (33000, 33000, 1, 1, 1), Selecting(8300)),
-    # Keys enough for large thread blocks, which look at the scores as they are.
+    # Enough keys for large thread blocks, which read the scores without ordering them first.
     _selection(
         "running top-w of some thousand keys", (4500, 4500, 1, 1, 1), Selecting(300, fill="odd")
     ),
@@ -235,7 +235,8 @@ ONCE = (
         (4500, 4500, 1, 1, 1),
         Selecting(300, fill="ties", own_dtype=True),
     ),
-    # More heads than SMs: several blocks of rows for a thread block, and some of those on one SM.
+    # More heads than SMs: a thread block has several blocks of rows, and an SM has several thread
+    # blocks.
     _selection("running top-w of many heads", (300, 300, 1, 300, 300), Selecting(60)),
     _selection(
         "running top-w of many heads, 16-bit scores",
@@ -247,7 +248,7 @@ ONCE = (
         (140, 5000, 1, 160, 160),
         Selecting(80, fill="ties", own_dtype=True),
     ),
-    # Likewise of scores that are put in order first, beside a mask.
+    # The same with a mask, beside which scores are ordered first.
     _selection(
         "running top-w of many heads, key mask", (300, 300, 1, 300, 300), Selecting(60), mask="b11k"
     ),
@@ -281,7 +282,7 @@ APPENDS = (
         for kind in (dtype, "f32")
         for d in (64, 128, 256)
     ),
-    # Tiles that head_dim does not fill have kernels of their own, and softcap has others.
+    # There are separate kernels for tiles that head_dim does not fill, and others for softcap.
     *(
         (dtype, d, Append("cache step", kind, queries=4, tokens=6, capacity=200, held=190))
         for dtype, kind in (("bf16", "f32"), ("f16", "f16"))
@@ -295,8 +296,9 @@ APPENDS = (
     ("f16", 128, Append("cache step, many heads", "f32", queries=20, tokens=3, capacity=9)),
     ("f16", 64, Append("cache step, one head", "f32", queries=1, tokens=15, held=0)),
 )
-# Each kernel is compiled for two dtypes, three head dimensions and up to four levels of generality,
-# tiled and gathered (tiles.h). OTHER_LAUNCHES are enough to run all of those.
+# Each kernel is compiled for two dtypes, three head-dim tiles and up to four levels of generality,
+# tiled and gathered (tiles.h). With MAIN all launches run, with OTHERS only OTHER_LAUNCHES, which
+# are enough to run every kernel of the other dtype.
 MAIN = (("bf16", 64), ("bf16", 128), ("bf16", 256))
 OTHERS = (("f16", 64), ("f16", 128), ("f16", 256))
 OTHER_LAUNCHES = (
@@ -329,7 +331,7 @@ OTHER_LAUNCHES = (
     "packed",
     "packed, key mask",
 )
-# Head dimensions between the tiles only change the tails.
+# Head dimensions between the tiles only change how the end of a row is handled.
 BETWEEN = (("f16", 40), ("bf16", 72), ("f16", 136))
 BETWEEN_LAUNCHES = (
     "causal",
@@ -339,7 +341,7 @@ BETWEEN_LAUNCHES = (
     "one query in parts",
     "running top-w",
 )
-# But where keys are decoded, up to 128, they have kernels of their own.
+# But decoding has separate kernels for them, up to a head_dim of 128.
 BETWEEN_DECODING = [(dtype, head_dim) for dtype in ("bf16", "f16") for head_dim in (40, 72)]
 BETWEEN_DECODING_LAUNCHES = (
     "one query",
@@ -354,7 +356,8 @@ Job = Launch | Lists | Append | Draft | Moves
 
 def all_launches() -> list[tuple[str, int, Job]]:
     every = (*LAUNCHES, *SELECTED, *PACKED)
-    # One selection is much like the next at the largest head dimension, where each takes longest.
+    # At the largest head dimension, where launches take longest, most selections and packed
+    # sequences are left out, as they are much alike.
     main = [
         (kind, launch)
         for launch in every
@@ -388,9 +391,9 @@ def operand_shape(launch: Launch, letters: str) -> tuple[int, ...]:
 
 
 def reference(values: dict[str, Float], launch: Launch, scale: float) -> dict[str, Float]:
-    """out, lse and the gradients, straight from the definition."""
+    """out, lse and the gradients, computed as the definition says."""
     ratio = launch.nheads // launch.nheads_k
-    # As (batch, head, row or key, column), for products of matrices: einsum takes minutes in all.
+    # As (batch, head, row or key, column), for matrix products: einsum would take minutes in all.
     q, dout = (values[x].transpose(0, 2, 1, 3) for x in ("q", "dout"))
     k, v = (np.repeat(values[x], ratio, axis=2).transpose(0, 2, 1, 3) for x in "kv")
     raw = scale * (q @ k.swapaxes(2, 3))
@@ -441,7 +444,7 @@ def reference(values: dict[str, Float], launch: Launch, scale: float) -> dict[st
 def draw_inputs(
     launch: Launch, dtype: str, head_dim: int, draw: np.random.Generator
 ) -> dict[str, tuple[Array, str]]:
-    """Values and element types of what the launch takes."""
+    """Values and element types of the inputs of a launch."""
     q_shape = (launch.batch, launch.seqlen_q, launch.nheads, head_dim)
     k_shape = (launch.batch, launch.seqlen_k, launch.nheads_k, head_dim)
     found: dict[str, tuple[Array, str]] = {
@@ -469,7 +472,7 @@ def draw_inputs(
 
 
 def run_launch(gpu: Gpu, dtype: str, head_dim: int, launch: Job, fill: int | None) -> list[str]:
-    """Runs it; what is wrong with the results, if anything."""
+    """Run a launch, and return what is wrong with its results, if anything."""
     if isinstance(launch, Lists):
         return run_lists(gpu, launch, fill)
     if isinstance(launch, Moves):
@@ -519,7 +522,7 @@ def run_packed(
     draw: np.random.Generator,
     fill: int | None,
 ) -> list[str]:
-    """One call for all sequences; what differs from the references of each."""
+    """Run one call for all sequences, and return what differs from the references of each."""
     alone = [dataclasses.replace(launch, batch=1, seqlen_q=m, seqlen_k=n) for m, n in launch.packed]
     raw = [draw_inputs(part, dtype, head_dim, draw) for part in alone]
     joined = sanitizer_packed.join(raw)
@@ -574,7 +577,7 @@ def attend(
     call: dict[str, Any],
     fill: int | None,
 ) -> list[str]:
-    """Forward and backward; what differs from the reference."""
+    """Run forward and backward, and return what differs from the reference."""
     row_shape = (launch.batch, launch.nheads, launch.seqlen_q)
     outputs = enqueue_both(gpu, launch, inputs, row_shape, call, fill)
     wanted = reference(values, launch, inputs["q"].shape[3] ** -0.5)
@@ -594,7 +597,7 @@ def enqueue_both(
     call: dict[str, Any],
     fill: int | None,
 ) -> dict[str, Buffer]:
-    """Launches the forward and, if it is wanted, the backward; what they write."""
+    """Launch the forward and, if it is wanted, the backward; returns the buffers they write."""
     q = inputs["q"]
     scale = q.shape[-1] ** -0.5
     outputs = {
@@ -608,12 +611,13 @@ def enqueue_both(
 
     call |= views("q", "k", "v", "mask", "bias", "out", "lse")
     call |= {"softmax_scale": scale, "softcap": launch.softcap, "is_causal": launch.causal}
-    # Hopper's backward with a bias wants it, and that over few keys may have it.
+    # Hopper's backward with a bias needs the rest of the log-sum-exp; the one over few keys may be
+    # given it.
     named = launch.name.startswith(("dense rows", "few keys", "no keys"))
     if launch.bias and (launch.select or named):
         rest = gpu.output(row_shape, "f32", fill)
         call["lse_rest"] = rest.view
-        if launch.seqlen_k == 0:  # 0 then, in each row
+        if launch.seqlen_k == 0:  # the rest is 0 then, in each row
             outputs["lse_rest"] = rest
     arrivals = q.shape[0] * q.shape[2] if counts_blocks(launch) else 0
     enqueue(gpu, kernels.FwdParams(0, **call, num_splits=launch.splits), fill, arrivals)
@@ -639,7 +643,7 @@ def enqueue(
 
 
 def compare(name: str, found: Float, wanted: Float) -> str | None:
-    """A coarse comparison: the finer one is pytest's."""
+    """A coarse comparison; the attention suite has a finer one."""
     same = found == wanted
     with np.errstate(invalid="ignore"):
         error = np.where(same, 0.0, np.abs(found - wanted))
@@ -651,7 +655,7 @@ def compare(name: str, found: Float, wanted: Float) -> str | None:
 
 
 def is_named(name: str, only: str) -> bool:
-    """Launches whose name contains one of these, separated by commas; nothing: all of them."""
+    """Launches whose names contain one of these texts, separated by commas; all if it is empty."""
     return any(part in name for part in only.split(","))
 
 

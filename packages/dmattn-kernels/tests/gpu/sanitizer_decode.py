@@ -1,4 +1,7 @@
-"""Launches of the decode kernel, of one query row a head or a few, for sanitizer_cases.py."""
+"""Launches with one query row for each head or a few, for sanitizer_cases.py.
+
+The decode kernel computes most of them.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,18 @@ DECODING = (
     Launch("few queries, listed, element loads", 3, 700, 2, 4, 2, skip=1, wants="", mask="b11k"),
     Launch("few queries with lists of their own", 7, 700, 1, 4, 2, causal=True, mask="bh1k"),
     Launch("more queries than keys", 9, 5, 1, 4, 2, causal=True, bias="bk1k"),
-    # As many keys as make rows of a group go together: kWorthGroupRows in src/host/plan/fwd.cpp.
+    # So many keys that the forward kernel takes the rows of a group together: kWorthGroupRows in
+    # src/host/plan/fwd.cpp.
     Launch("queries of a group", 17, 6500, 1, 16, 1, causal=True, wants=""),
     Launch("queries of a group in parts", 20, 8000, 1, 16, 1, causal=True, wants="", splits=3),
 )
 
 
 def counts_blocks(launch: Launch) -> bool:
-    """Whether the decode kernel may have the call, which counts its blocks in the workspace.
+    """Whether the launch may be one of the decode kernel, which counts blocks in the workspace.
 
-    It has few rows that see the same keys and have the same bias; see choose_decode_rows() in
-    src/host/plan/fwd.cpp.
+    That kernel takes few rows that see the same keys and have the same bias; see
+    choose_decode_rows() in src/host/plan/fwd.cpp.
     """
     has_rows = any(letters[2:3] == "q" for letters in (launch.mask, launch.bias))
     is_few = launch.seqlen_q == 1 or (launch.seqlen_q <= 16 and not has_rows)

@@ -17,7 +17,7 @@ STATE = ("k_cache", "v_cache", "score", "position", "seen")
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """Tokens that attend behind such a cache, and of which the first ones are then put in."""
+    """Tokens that attend behind the entries of a cache; the first ones are then put in."""
 
     name: str
     cache: Append  # `queries` and `tokens` are those of the draft
@@ -57,7 +57,7 @@ DRAFTS = (
 def draw_draft(
     dtype: str, head_dim: int, launch: Draft, draw: np.random.Generator
 ) -> dict[str, tuple[Array, str]]:
-    """Values and element types of the tensors of both calls, but for what the first one writes."""
+    """Values and element types of the inputs of both calls, except what the first call writes."""
     arrays = draw_cache(dtype, head_dim, launch.cache, draw)
     active = arrays.pop("active")[0]
     for name in ("k_cache", "v_cache"):
@@ -71,7 +71,7 @@ def draw_draft(
 def run_draft(
     gpu: Gpu, dtype: str, head_dim: int, launch: Draft, fill: int | None
 ) -> tuple[list[str], Float, Float]:
-    """Runs both: what is wrong with the cache afterwards, the outputs, and the wanted ones."""
+    """Run both calls: what is wrong with the cache afterwards, the outputs, the wanted outputs."""
     cache = launch.cache
     arrays = draw_draft(dtype, head_dim, launch, np.random.default_rng(head_dim))
     buffers = {name: gpu.upload(x, kind) for name, (x, kind) in arrays.items()}

@@ -2,9 +2,9 @@
 
     compute-sanitizer --tool memcheck python sanitizer_garbage.py [--only NAMES]
 
-Boundaries of packed sequences, lists of keys with their counts, ends of intervals, positions and
-counts of a cache: each operation gets any int32 there, several times, and has to come to an end
-without an access outside its tensors and its workspace.
+In each operation the boundaries of packed sequences, the lists of keys and their counts, the ends
+of intervals, or the positions and counts of a cache are replaced by arbitrary int32 numbers, in
+several ways. The operation has to end, without an access outside its tensors and its workspace.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from gpu.sanitizer_selection import BLOCK_ROWS, select
 
 Int = npt.NDArray[np.int64]
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
-SEEDS = 5  # one for each way of being wrong
+SEEDS = 5  # one for each way in which numbers are wrong, see garbage()
 GUARD = 1 << 16  # bytes on either side of an allocation
 GUARD_BYTE = 0xA5
 
@@ -52,7 +52,7 @@ GUARD_BYTE = 0xA5
 
 
 def garbage(draw: np.random.Generator, seed: int, shape: tuple[int, ...], top: int) -> Int:
-    """int32 values where numbers from 0 to `top` are wanted, wrong in the way of the seed."""
+    """int32 values in place of numbers from 0 to `top`; the seed chooses how they are wrong."""
     if seed == 0:  # anything
         return draw.integers(INT_MIN, INT_MAX, shape, endpoint=True)
     if seed == 1:  # the edges
@@ -70,8 +70,8 @@ def garbage(draw: np.random.Generator, seed: int, shape: tuple[int, ...], top: i
 class WatchedGpu(Gpu):
     """Remembers what has been uploaded and, with `guard`, puts a margin around each allocation.
 
-    compute-sanitizer sees accesses outside allocations by itself and better, also reads: it wants
-    no margins.
+    Under compute-sanitizer no margins are needed: it sees all accesses outside allocations, even
+    reads.
     """
 
     def __init__(self, guard: int = 0) -> None:
@@ -96,11 +96,11 @@ class WatchedGpu(Gpu):
         return buffer
 
     def forget_uploads(self) -> None:
-        """What has been uploaded so far may change."""
+        """Forget what has been uploaded so far: the launches may change it."""
         self._uploads.clear()
 
     def damage(self) -> list[str]:
-        """What is not as it has to be after the launches."""
+        """What the launches have changed: int32 inputs, and margins around allocations."""
         self._call("cuCtxSynchronize")
         problems = []
         for buffer, values in self._uploads:
@@ -233,7 +233,7 @@ def append(launch: Append, dtype: str, head_dim: int) -> Callable[..., None]:
             arrays[name] = garbage(draw, seed, shape, launch.capacity), "i32"
         for name in ("score", "score_new"):
             shape = arrays[name][0].shape
-            # Every score of some caches is NaN: no entry is the lowest of those.
+            # With seed 0 every score of the cache is NaN, so that no entry is the lowest.
             odd = [np.nan, np.inf, -np.inf, 0.0] if seed else [np.nan]
             odd = odd if name == "score" else [np.inf, np.inf, np.nan, 1.0]
             arrays[name] = draw.choice(odd, shape), launch.score_dtype
@@ -249,7 +249,7 @@ def append(launch: Append, dtype: str, head_dim: int) -> Callable[..., None]:
 
 
 def draft(launch: Draft, dtype: str, head_dim: int) -> Callable[..., None]:
-    """Such a cache under a draft, and the commit of another one that no draft has written."""
+    """A draft on such a cache, its commit, and the commit of a draft of wrong numbers."""
 
     def run(gpu: WatchedGpu, draw: np.random.Generator, seed: int) -> None:
         arrays, cache = draw_draft(dtype, head_dim, launch, draw), launch.cache
@@ -276,7 +276,7 @@ def draft(launch: Draft, dtype: str, head_dim: int) -> Callable[..., None]:
 
 
 def move(launch: Moves, dtype: str, head_dim: int) -> Callable[..., None]:
-    """Keys kept by ends that are wrong, from places, positions and counts that are."""
+    """Keys that are joined and kept with wrong ends, places, positions and counts."""
 
     def run(gpu: WatchedGpu, draw: np.random.Generator, seed: int) -> None:
         arrays = draw_moves(dtype, head_dim, launch, draw)
@@ -289,7 +289,8 @@ def move(launch: Moves, dtype: str, head_dim: int) -> Callable[..., None]:
     return run
 
 
-# Every walk of the backward also when its blocks wait for one another, which may not last forever.
+# Deterministic launches, for each way in which the backward finds its keys: there thread blocks
+# wait for one another, which must not last forever.
 DETERMINISTIC = (
     Launch(
         "packed, key mask, causal, deterministic",
@@ -355,7 +356,7 @@ def cases() -> Iterator[Case]:
 
 
 def run_case(gpu: WatchedGpu, case: Case, seed: int) -> list[str]:
-    """Launches it; what it has damaged. An access outside all memory raises RuntimeError."""
+    """Run a case; returns what it has damaged. An access outside all memory raises RuntimeError."""
     try:
         case.run(gpu, np.random.default_rng(100 * seed + len(case.name)), seed)
         return gpu.damage()

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from gpu.sanitizer_launch import Launch
 
-# The dense forward of Hopper has kernels for more head dimensions, and one for few rows.
+# Hopper's dense forward has kernels for more head-dim tiles than the sm80 code, and one for calls
+# with few rows.
 HOPPER = (
     Launch("dense rows", 70, 133, wants=""),
     Launch("dense rows, long", 1100, 133, causal=True, wants=""),
     Launch("dense rows, more than thread blocks", 133, 133, batch=70, causal=True, wants=""),
     Launch("dense rows without keys", 250, 140, causal=True, wants=""),
     Launch("dense rows, split keys", 133, 700, causal=True, wants=""),
-    # Of wide heads, whose tiles of more keys would be empty in good part.
+    # For wide heads: with so few keys their usual tiles would be empty in good part.
     Launch("dense rows, few keys of many rows", 250, 124, wants=""),
 )
-# Shapes of head_dim 64 that the others leave out: see sm90_fwd_shape() in sm90_fwd_times.h.
+# Tile shapes of head_dim 64 that the others do not use: sm90_fwd_shape() in sm90_fwd_times.h.
 HOPPER_SHAPES = (
     Launch("dense rows, tall", 192, 300, batch=33, nheads=4, nheads_k=2, wants=""),
     Launch("dense rows, tall, causal", 192, 300, 33, nheads=4, nheads_k=2, causal=True, wants=""),
@@ -23,8 +24,8 @@ HOPPER_SHAPES = (
 HOPPER_KINDS = [
     (dtype, head_dim) for dtype in ("bf16", "f16") for head_dim in (64, 96, 128, 192, 256)
 ]
-# Scores that a bias, a mask or softcap change: rows of the bias start on 16 bytes, and keys are too
-# few to be split, or there are more blocks of rows than SMs.
+# Scores that a bias, a mask or softcap change. Rows of the bias start on 16 bytes. The keys of most
+# of these launches are not split, as they are few, or as there are more blocks of rows than SMs.
 HOPPER_CHANGED = (
     Launch(
         "dense rows, mask, fp32 bias", 200, 264, mask="bhqk", bias="11qk", bias_f32=True, wants=""
@@ -39,11 +40,12 @@ HOPPER_CHANGED = (
         "dense rows, key bias, more than thread blocks", 133, 261, batch=70, bias="bk1k", wants=""
     ),
     Launch("dense rows, mask, more than thread blocks", 133, 261, batch=70, mask="b1qk", wants=""),
-    # Head_dim 64 has three consumers for them.
+    # At head_dim 64 these have three consumers.
     Launch("dense rows, bias, long", 1100, 264, bias="1hqk", causal=True, wants=""),
     Launch("dense rows, key bias, long", 1100, 261, bias="bk1k", causal=True, wants=""),
 )
-# The same with a share of the keys for each thread block: no mask, bias or softcap is in HOPPER.
+# The same with keys that are split, so that a thread block has a share of them. For split keys
+# without a mask, a bias or softcap there is a launch in HOPPER.
 HOPPER_CHANGED_SPLIT = (
     Launch("dense rows, split keys, mask", 133, 700, mask="bhqk", splits=3, wants=""),
     Launch(
@@ -99,7 +101,8 @@ HOPPER_BWD = (
     Launch("dense rows, deterministic gradients", 300, 261, causal=True, deterministic=True),
     Launch("dense rows, softcap", 200, 133, softcap=3.0),
     Launch("dense rows, gradients, more than thread blocks", 133, 133, batch=70, causal=True),
-    # A single tile has all keys, whose kernel writes dq itself; in parts for the long ones.
+    # A single tile has all keys, so that its kernel writes dq itself. The tile's heads and rows may
+    # fall into parts for several thread blocks, most of all in the long launch.
     Launch("dense rows, few keys", 200, 77, nheads=4, nheads_k=2),
     Launch("dense rows, few keys, causal", 100, 128, batch=70, causal=True),
     Launch("dense rows, few keys, long", 2100, 100, nheads=4, nheads_k=1),
@@ -109,7 +112,8 @@ HOPPER_BWD = (
     # Rows of the bias and of its gradient that start on 16 bytes.
     Launch("dense rows, bias", 200, 264, 2, 4, 2, bias="bhqk", causal=True),
     Launch("dense rows, shared bias", 133, 264, 2, 4, 2, bias="1kqk"),
-    # At head_dim 64 two of those that share it have a thread block together, if all have one then.
+    # At head_dim 64 two heads or batches that share a bias have one thread block, unless other
+    # thread blocks would then have no work at the end.
     Launch("dense rows, bias of two batches", 133, 264, 2, 34, 34, bias="1hqk"),
     Launch("dense rows, bias of many heads", 70, 264, 2, 68, 34, bias="11qk"),
     Launch("dense rows, fp32 bias", 200, 264, 2, 4, 2, bias="bhqk", bias_f32=True, causal=True),
@@ -118,7 +122,7 @@ HOPPER_BWD = (
     Launch("dense rows, key bias of each head", 200, 261, 2, 6, 2, bias="bh1k", causal=True),
     Launch("dense rows, mask", 200, 261, 2, 4, 2, mask="bkqk", causal=True),
     Launch("dense rows, mask, bias", 200, 264, 2, 4, 2, mask="1hqk", bias="bhqk"),
-    # Keys are listed only where no bias has rows.
+    # Beside a bias with rows the keys of a mask are not listed.
     Launch("dense rows, key mask, bias", 200, 264, 2, 4, 2, mask="b11k", bias="1hqk"),
     Launch(
         "dense rows, key mask, fp32 bias",
@@ -136,7 +140,7 @@ HOPPER_BWD = (
         bias="bhqk",
         bias_f32=True,
     ),
-    # Blocks of keys that take turns at dq, past those that a mask leaves out.
+    # Blocks of keys take turns at dq; tiles that a mask leaves out are passed over.
     Launch(
         "dense rows, mask, deterministic",
         *(200, 645, 2, 4, 2),
@@ -162,7 +166,7 @@ HOPPER_BWD = (
         bias_f32=True,
         deterministic=True,
     ),
-    # And at the gradient of a bias that heads of a group and batches share.
+    # They also take turns at the gradient of a bias that heads of a group and batches share.
     Launch(
         "dense rows, shared bias, deterministic",
         *(200, 264, 3, 4, 2),
@@ -187,12 +191,14 @@ HOPPER_BWD = (
         causal=True,
         deterministic=True,
     ),
-    # Of sums in rows of their own: an odd number of keys, shared by four scores.
+    # The gradient of the bias is summed apart from it, as its rows have an odd number of keys and
+    # four scores share each entry.
     Launch("dense rows, shared fp32 bias, odd", 70, 261, 2, 4, 2, bias="11qk", bias_f32=True),
     # More rows than stay in L2, and twice as many pairs of blocks of keys as an H200 has SMs.
     Launch("dense rows, groups, keys two by two", 256, 256, 132, 4, 2, causal=True),
 )
-# Above head_dim 128 two thread blocks share keys: rows without keys, keys of one block, many heads.
+# Above head_dim 128 two thread blocks share a tile of keys. The launches have rows without keys,
+# keys for one thread block only, and many heads, among others.
 HOPPER_WIDE_BWD = (
     Launch("wide heads, gradients", 200, 133, nheads=4, nheads_k=2, causal=True),
     Launch("wide heads, one block's keys", 70, 60, nheads=2, nheads_k=1),
@@ -201,7 +207,7 @@ HOPPER_WIDE_BWD = (
     Launch("wide heads, more than thread blocks", 133, 133, batch=70, causal=True),
     Launch("wide heads, softcap", 200, 133, nheads=4, nheads_k=2, softcap=3.0),
     Launch("wide heads, deterministic", 300, 261, causal=True, deterministic=True),
-    # Parts of a block of keys, each of some heads.
+    # A block of keys falls into parts, each of some heads.
     Launch(
         "wide heads, deterministic, few keys",
         *(200, 77),
@@ -214,7 +220,7 @@ HOPPER_WIDE_BWD = (
     Launch("wide heads, mask", 200, 261, 2, 4, 2, mask="bkqk", causal=True),
     Launch("wide heads, mask of few tiles", 200, 645, 2, 4, 2, mask="bhqk", kept=0.0001),
     Launch("wide heads, mask, bias", 200, 264, 2, 4, 2, mask="1hqk", bias="bhqk"),
-    # Rows of the bias that TMA does not take, and sums of its gradient, which have none such.
+    # Rows of the bias that TMA does not take, and sums of its gradient, whose rows TMA takes.
     Launch("wide heads, odd bias", 133, 261, 2, 4, 2, bias="bhqk", causal=True),
     Launch("wide heads, odd shared bias", 133, 261, 2, 4, 2, bias="1kqk"),
     Launch("wide heads, bias of two batches", 70, 264, 2, 4, 2, bias="1hqk"),
@@ -255,7 +261,7 @@ HOPPER_WIDE_BWD = (
         bias_f32=True,
         deterministic=True,
     ),
-    # Parts of a block of keys, which add to the gradient of its bias in turn.
+    # The parts of a block of keys add to the gradient of its bias in turn.
     Launch(
         "wide heads, key bias, deterministic",
         *(200, 77, 2, 8, 1),

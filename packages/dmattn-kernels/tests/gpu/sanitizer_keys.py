@@ -15,7 +15,7 @@ Float = npt.NDArray[np.float64]
 
 @dataclasses.dataclass(frozen=True)
 class Moves:
-    """Keys of a state and of a stretch joined, and those kept that a row of a selection keeps."""
+    """Keys of a state and of a stretch are joined, and those that a row keeps are copied."""
 
     name: str
     score_dtype: str = "f32"  # of the results
@@ -29,8 +29,8 @@ class Moves:
     heads: int = 4
     heads_k: int = 2  # of the keys of the stretch
     skip: int = 0  # elements by which keys and values are shifted off their alignment
-    placed: bool = False  # the keys do not lie in order
-    strided: bool = False  # the scores of the results: those of all heads of a key lie together
+    placed: bool = False  # whether the keys lie in another order than that of their positions
+    strided: bool = False  # whether the heads' scores of a key are adjacent in the results
 
 
 def draw_moves(
@@ -57,7 +57,7 @@ def draw_moves(
 
 
 def run_moves(gpu: Gpu, dtype: str, head_dim: int, launch: Moves, fill: int | None) -> list[str]:
-    """Runs both calls; what is wrong with the results."""
+    """Run both calls, and return what is wrong with their results."""
     draw = np.random.default_rng(head_dim)
     arrays = draw_moves(dtype, head_dim, launch, draw)
     buffers = {
@@ -80,7 +80,7 @@ def run_moves(gpu: Gpu, dtype: str, head_dim: int, launch: Moves, fill: int | No
 
 
 def contents(gpu: Gpu, buffer: Buffer) -> Float:
-    """Of a tensor that is contiguous but for an exchange of its last two dimensions."""
+    """The contents of a tensor that is contiguous, maybe with its last two dimensions swapped."""
     if buffer.stride[-1] == 1:
         return gpu.download(buffer)
     return np.swapaxes(gpu.download(buffer.swapped()), -1, -2)
@@ -94,7 +94,7 @@ def enqueue_moves(
     buffers: dict[str, Buffer],
     fill: int | None,
 ) -> tuple[list[Buffer], list[Buffer]]:
-    """Joins the keys, and keeps some of all: the results of both."""
+    """Join the keys, and keep some of them; returns the results of both calls."""
     batch, heads, window = launch.batch, launch.heads, launch.window
     keys = launch.spare + launch.held + launch.fresh
 
@@ -181,7 +181,7 @@ MOVES = (
     ("bf16", 64, Moves("keys moved, nothing before", held=0, spare=0)),
     ("bf16", 64, Moves("keys moved, scores of results with strides", strided=True)),
     ("bf16", 128, Moves("keys moved, a number of them that is odd", fresh=8999, strided=True)),
-    # Words of 8, 4 and 2 bytes.
+    # Keys that are copied in words of 8, 4 and 2 bytes.
     ("bf16", 12, Moves("keys moved by 8 bytes", fresh=300)),
     ("f32", 9, Moves("keys moved by 4 bytes", fresh=300)),
     ("f16", 9, Moves("keys moved by 2 bytes", fresh=300)),

@@ -1,4 +1,4 @@
-"""What a launch of attention is for sanitizer_cases.py."""
+"""The description of a launch of attention, for sanitizer_cases.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from gpu.sanitizer_selection import Selecting
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """One forward, and one backward unless `wants` is empty. Operand shapes as in cases.py."""
+    """One forward, and one backward unless `wants` is empty.
+
+    The shapes of mask and bias are written as in tests/attention/cases.py.
+    """
 
     name: str
     seqlen_q: int = 70
@@ -29,9 +32,7 @@ class Launch:
     wants: str = "qkvb"
     deterministic: bool = False
     dlse: bool = False
-    mask_by_rows: bool = (
-        False  # the rows of the mask are next to each other in memory, not the keys
-    )
-    select: Selecting | None = None  # keys by score, instead of the mask, which forbids keys to it
+    mask_by_rows: bool = False  # the mask's rows, not its keys, are adjacent in memory
+    select: Selecting | None = None  # keeps keys by score, except those that the mask forbids
     attend: bool = True
-    packed: sanitizer_packed.Lengths = ()  # of sequences, in place of the batch and its lengths
+    packed: sanitizer_packed.Lengths = ()  # lengths of packed sequences, in place of a batch

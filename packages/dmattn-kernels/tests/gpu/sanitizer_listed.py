@@ -1,7 +1,8 @@
 """Launches of Hopper's kernels over lists of keys, for sanitizer_cases.py.
 
 Forward: last tiles of 32, 64 and more keys, lists without keys, and more row blocks than thread
-blocks. Backward: with and without a bias, deterministic or not, and row blocks put together.
+blocks. Backward: with and without a bias, deterministic or not, and with several row blocks in a
+chunk.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ HOPPER_LISTS = (
         causal=True,
         wants="",
     ),
-    # Lists too long for two thread blocks an SM at head_dim 64, and rows enough not to decode.
+    # Lists too long for two thread blocks on an SM at head_dim 64, and too many rows for the decode
+    # kernel.
     Launch("listed rows, long lists", *(40, 2100, 27, 4, 2), mask="bk1k", splits=1, wants=""),
     Launch(
         "listed rows, long lists, bias",
@@ -46,7 +48,7 @@ HOPPER_LISTS = (
         splits=1,
         wants="",
     ),
-    # Each thread block has a share of a list.
+    # Lists that are split, so that each thread block has a share of one.
     Launch(
         "listed rows, split lists",
         *(133, 900, 2, 4, 2),
@@ -95,7 +97,10 @@ HOPPER_LISTS = (
 def _in_any_order_and_in_a_fixed_one(
     name: str, lengths: tuple[int, int] = (300, 320), window: int = 100
 ) -> tuple[Launch, ...]:
-    """With and without a bias, and with lists and biases of single heads."""
+    """Three launches with sums in any order, and the same three with sums in a fixed order.
+
+    The first one has no bias, the second a bias of each kv head, the third one of each query head.
+    """
     return tuple(
         Launch(
             f"{name}{', deterministic' * turns}{_BIAS_IN_WORDS[bias]}",
@@ -114,12 +119,13 @@ _BIAS_IN_WORDS = {"": "", "bk1k": ", bias", "bh1k": ", bias of each head"}
 
 HOPPER_LIST_GRADIENTS = (
     *_in_any_order_and_in_a_fixed_one("listed rows, gradients"),
-    # All rows together: tiles write dk and dv themselves, and what no row sees is cleared.
+    # All rows are in one row block. Without a bias of each query head its tiles write dk and dv
+    # themselves, and the gradients of keys that no row sees are cleared.
     *_in_any_order_and_in_a_fixed_one("listed rows, gradients of one block", (100, 140), 30),
     Launch("listed rows, gradients, key mask", *(300, 320, 2, 4, 2), mask="bk1k", causal=True),
     Launch("listed rows, gradients, masks of heads", *(300, 320, 2, 4, 2), mask="bh1k"),
 )
-# Above head_dim 128 two thread blocks share a tile of a list, of which the second may have no keys.
+# Above head_dim 128 two thread blocks share a tile of a list. The second one may have no keys.
 HOPPER_WIDE_LIST_GRADIENTS = (
     *_in_any_order_and_in_a_fixed_one("listed rows, wide heads"),
     Launch(
@@ -131,7 +137,7 @@ HOPPER_WIDE_LIST_GRADIENTS = (
         select=Selecting(20),
     ),
     Launch("listed rows, wide heads, key mask", 133, 300, 2, 4, 2, mask="bk1k", bias="bk1k"),
-    # Row blocks that take turns at dk and dv.
+    # Row blocks that add to dk and dv in turn.
     Launch(
         "listed rows, wide heads, key mask, deterministic",
         *(133, 300, 2, 4, 2),
@@ -147,7 +153,7 @@ HOPPER_WIDE_LIST_GRADIENTS = (
         select=Selecting(140),
     ),
 )
-# So many tiles that two row blocks are put together; thread blocks pass from one to the next.
+# So many tiles that two row blocks make a chunk, and that a thread block has several items.
 MANY_GRADIENTS = Launch(
     "listed rows, gradients, two row blocks together",
     *(300, 300, 35, 8, 4),
@@ -156,7 +162,7 @@ MANY_GRADIENTS = Launch(
     deterministic=True,
     select=Selecting(140),
 )
-# So many tiles of a mask's lists that each has all rows, and writes dk and dv itself.
+# So many tiles of a mask's lists that each of them has all rows, and writes dk and dv itself.
 WHOLE_GRADIENTS = Launch(
     "listed rows, gradients, tiles with all rows",
     *(70, 133, 50, 32, 16),

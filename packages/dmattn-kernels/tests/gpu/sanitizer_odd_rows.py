@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from gpu.sanitizer_launch import Launch
 
-# Hopper's forward has TMA copy those of 16 bits, as eight classes of rows. With softcap, in fp32
-# and in the backward threads copy them. Few keys, or more blocks of rows than SMs.
+# In Hopper's forward TMA copies such rows of a 16-bit bias, as eight classes of rows. Threads copy
+# them if the bias is in fp32, if there is softcap, and in the backward.
 HOPPER_ODD_ROWS = (
     Launch("dense rows, odd bias, long", 1100, 261, bias="1hqk", causal=True, wants=""),
     Launch("dense rows, odd bias, mask", 133, 327, 2, mask="1hqk", bias="bhqk", wants=""),

@@ -1,4 +1,4 @@
-"""Packed sequences for sanitizer_cases.py: inputs joined for a launch, results taken apart."""
+"""Packed sequences for sanitizer_cases.py: inputs joined for a launch, and its results split."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Lengths = Sequence[tuple[int, int]]  # of query rows and keys
 
 
 def join(parts: list[dict[str, tuple[Array, str]]]) -> dict[str, tuple[Array, str]]:
-    """Inputs of each sequence alone (batch 1), as the library takes them packed."""
+    """Packed inputs, as the library takes them, from those of each sequence alone (batch 1)."""
     return {
         name: (_join([part[name][0] for part in parts], name), kind)
         for name, (_, kind) in parts[0].items()
@@ -36,7 +36,7 @@ def _join(values: list[Array], name: str) -> Array:
 
 
 def arguments(gpu: Gpu, lengths: Lengths) -> dict[str, Any]:
-    """What a call takes beside its tensors."""
+    """The arguments that tell a call how its sequences are packed."""
 
     def boundaries(counts: list[int]) -> Buffer:
         return gpu.upload(np.array([0, *accumulate(counts)]), "i32")

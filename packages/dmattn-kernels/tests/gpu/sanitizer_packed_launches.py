@@ -35,8 +35,8 @@ PACKED = (
     Launch("packed, no keys", bias="1h1k", packed=((20, 0), (5, 0))),
 )
 
-# Those that Hopper's own kernels compute: rows enough for tall tiles, and more items than thread
-# blocks, some of which stand for no rows.
+# Launches that Hopper's own kernels compute: enough rows for tall tiles, and more items than thread
+# blocks, some of which have no rows.
 HOPPER_PACKED = (
     Launch("dense rows, packed", nheads=4, nheads_k=2, causal=True, packed=LENGTHS, wants=""),
     Launch("dense rows, packed, long", causal=True, packed=((1100, 133), (3, 70)), wants=""),

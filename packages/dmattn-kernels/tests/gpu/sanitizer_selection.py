@@ -20,7 +20,7 @@ BLOCK_ROWS = 128  # query rows that share a list of keys
 
 @dataclasses.dataclass(frozen=True)
 class Selecting:
-    """Which selection a launch makes."""
+    """The selection that a launch makes."""
 
     window: int
     heads: str = "bk"  # of the scores: batch (b|1), then query heads, kv heads or one (h|k|1)
@@ -30,7 +30,7 @@ class Selecting:
 
     @property
     def known_window(self) -> int:
-        """What attention is told of a sliding window."""
+        """The window that attention is told if it is a sliding window, else 0."""
         return self.window if self.fill == "none" else 0
 
 
@@ -60,7 +60,7 @@ def draw_scores(
 def wanted_end(
     scores: Float, window: int, seqlen_q: int, causal: bool, bounds: tuple[int, ...] = ()
 ) -> Int:
-    """int (heads, Sk) from scores (heads, Sk): 0 where no query row sees the key."""
+    """Interval ends, int (heads, Sk), from scores (heads, Sk): 0 if no query row sees the key."""
     if not bounds:
         return np.stack([_end_of_row(row, window, seqlen_q, causal) for row in scores])
     found = np.zeros(scores.shape, np.int64)
@@ -72,7 +72,7 @@ def wanted_end(
 
 
 def _end_of_row(scores: Float, window: int, seqlen_q: int, causal: bool) -> Int:
-    """Keys come one after the other; the lowest leaves once there are too many."""
+    """Keys are added one after the other; once there are too many, the lowest is dropped."""
     seqlen_k = len(scores)
     end = np.zeros(seqlen_k, np.int64)
     kept: list[tuple[float, int]] = []
@@ -88,14 +88,14 @@ def _end_of_row(scores: Float, window: int, seqlen_q: int, causal: bool) -> Int:
 
 
 def visible(end: Int, seqlen_q: int) -> Int:
-    """`end` with 0 for every key that has left before a query row could see it."""
+    """`end`, with 0 for every key that is dropped before a query row could see it."""
     seqlen_k = end.shape[-1]
     start = np.maximum(np.arange(seqlen_k), seqlen_k - seqlen_q)
     return np.where(end > start, end, 0)
 
 
 def keep_mask(end: Int, seqlen_q: int, causal: bool) -> npt.NDArray[np.bool_]:
-    """bool (..., Sq, Sk) from end (..., Sk)."""
+    """Which keys each row keeps, bool (..., Sq, Sk), from end (..., Sk)."""
     seqlen_k = end.shape[-1]
     if not causal:
         return np.broadcast_to((end > 0)[..., None, :], (*end.shape[:-1], seqlen_q, seqlen_k))
@@ -146,7 +146,7 @@ def select(
     fill: int | None,
     bounds: tuple[int, ...] = (),
 ) -> Selection:
-    """Enqueues the selection by scores (batch|1, heads|1, Sk)."""
+    """Enqueue a selection by scores (batch|1, heads|1, Sk)."""
     shapes = [x.shape for x in (scores, key_mask) if x is not None]
     batch, heads = (max(shape[axis] for shape in shapes) for axis in (0, 1))
     seqlen_k = scores.shape[2]
@@ -171,7 +171,7 @@ def select(
 def check_selection(
     gpu: Gpu, selection: Selection, end: Int, seqlen_q: int, causal: bool
 ) -> list[str]:
-    """What differs from `end` (batch|1, heads, Sk), the wanted one."""
+    """What differs from `end` (batch|1, heads, Sk), the wanted interval ends."""
     found = gpu.download(selection.end).astype(np.int64)
     found = visible(found, seqlen_q) if causal else found
     problems = [] if np.array_equal(found, end) else ["end: differs"]
@@ -187,7 +187,7 @@ def check_selection(
         if (counts[i], full[i]) != (len(every) + len(some), len(every)):
             problems.append(f"list {i}: {counts[i]} keys, {full[i]} of them full")
             continue
-        # What lies behind the rounded count is not written.
+        # Entries behind the rounded count are not written.
         rounded = min(-(-int(counts[i]) // 128) * 128, capacity)
         keys = gpu.download(selection.idx, i * capacity, rounded)
         split = np.split(keys, [len(every), counts[i]])
@@ -202,19 +202,19 @@ def check_selection(
 
 @dataclasses.dataclass(frozen=True)
 class Lists:
-    """Key lists of given intervals: some of a few keys, some up to the last."""
+    """Key lists of given intervals: most are short, a few may last up to the last key."""
 
     name: str
     seqlen_q: int
     seqlen_k: int
-    reach: int = 0  # 0: unknown, and a few intervals last to the end
+    reach: int = 0  # 0: unknown; then a few intervals last to the end
     capacity: int | None = None  # None: all keys
     batch: int = 2
     heads: int = 2
 
 
 def run_lists(gpu: Gpu, launch: Lists, fill: int | None) -> list[str]:
-    """Builds them; what is wrong with them, if anything."""
+    """Build the lists, and return what is wrong with them, if anything."""
     draw = np.random.default_rng(launch.seqlen_k)
     shape = (launch.batch, launch.heads, launch.seqlen_k)
     end = np.arange(launch.seqlen_k) + draw.integers(-2, (launch.reach or 40) + 1, shape)
@@ -250,7 +250,7 @@ def run_lists(gpu: Gpu, launch: Lists, fill: int | None) -> list[str]:
     ]
     for i, (every, some, n) in enumerate(wanted):
         if 0 < n <= capacity:
-            rounded = -(-n // BLOCK_ROWS) * BLOCK_ROWS  # what lies behind is not written
+            rounded = -(-n // BLOCK_ROWS) * BLOCK_ROWS  # entries behind that are not written
             keys = np.concatenate([every, some, np.zeros(rounded - n)])
             if not np.array_equal(gpu.download(idx, i * capacity, rounded), keys):
                 problems.append(f"list {i}: wrong keys")

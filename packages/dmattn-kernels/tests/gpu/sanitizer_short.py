@@ -1,9 +1,10 @@
 """Launches over few keys, for sanitizer_cases.py.
 
-All chips run the same kernels: the launches of one family watch them. There is one for each of two
-dtypes, up to 32 and up to 64 channels, and level: plain, with a bias or a mask, and with a bias
-that batches share, several of which a thread block then takes. The backward has each for one head
-and one tile of rows, and the first two for more of either, with up to 64 and up to 128 keys.
+All chips run the same kernels for few keys, so they are launched for one family only. There is a
+forward kernel for each of two dtypes, for head_dims up to 32 and up to 64, and for each of three
+levels: plain, with a bias or a mask, and with a bias that batches share, where a thread block takes
+several batches. The backward has kernels of all levels for one head, one tile of rows and up to 64
+keys. For more heads or rows it has those of the first two levels, for up to 64 and up to 128 keys.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ SHORT = (
     Launch("few keys, only dv", 70, 60, 2, 4, 2, wants="v", causal=True),
     Launch("few keys, only dbias", 49, 49, 2, 4, 2, wants="b", bias="bhqk"),
     Launch("few keys, only a shared dbias", 49, 60, 2, 4, 2, wants="b", bias="1hqk"),
-    # One head and one tile of rows.
+    # One query head for each kv head, and one tile of rows.
     Launch("few keys, one tile", 64, 64, 2, 3, 3, causal=True),
     Launch("few keys, one tile, part of it", 30, 50, 2, 3, 3, dlse=True),
     Launch("few keys, one tile, rows without keys", 64, 40, 2, 2, 2, causal=True),
     Launch("few keys, one tile, bias", 49, 49, 3, 2, 2, bias="bhqk", dlse=True),
     Launch("few keys, one tile, mask, bias", 64, 64, 2, 2, 2, mask="bhqk", bias="1hqk"),
     Launch("few keys, one tile, only dq", 49, 49, 2, 2, 2, wants="q"),
-    # A bias for thread blocks that take several batches each, not all of them as many.
+    # Thread blocks that share a bias take several batches each, some of them more than others.
     Launch("few keys, bias of batches", 17, 33, 499, 3, 3, bias="1hqk"),
     Launch("few keys, bias of batches, mask", 49, 64, 499, 3, 3, bias="11qk", mask="b1qk"),
     Launch("few keys, bias of batches, causal", 64, 60, 499, 3, 3, bias="1hqk", causal=True),
     Launch("few keys, fp32 bias of batches", 33, 16, 499, 3, 3, bias="1kqk", bias_f32=True),
     Launch("few keys, key bias of batches", 33, 33, 499, 3, 3, bias="1h1k", wants="qkv", dlse=True),
     Launch("few keys, bias of batches and groups", 70, 50, 499, 2, 1, bias="1hqk", wants="qkv"),
-    # More keys: for the backward alone.
+    # More keys, which only the backward kernels take.
     Launch("few keys, 128 of them", 128, 128, 2, 2, 2),
     Launch("few keys, 65 of them", 70, 65, 2, 4, 2, causal=True, dlse=True),
     Launch("few keys, 128 of them, rows without keys", 256, 100, 1, 2, 2, causal=True),
@@ -56,7 +57,7 @@ SHORT = (
     Launch("few keys, 128 of them, only dq", 70, 100, 2, 4, 2, wants="q"),
 )
 SHORT_KINDS = (("bf16", 64), ("bf16", 24))
-# Up to 32 channels leave more keys registers for a bias and for any mask.
+# With head_dims up to 32 there are registers for a bias and any mask beside more than 64 keys.
 NARROW_SHORT = (
     Launch("few keys, 128 of them, bias", 120, 100, 2, 4, 2, bias="bhqk", causal=True),
     Launch("few keys, 128 of them, mask, bias", 256, 128, 1, 2, 2, bias="bhqk", mask="1hqk"),

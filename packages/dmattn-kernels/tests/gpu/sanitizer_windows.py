@@ -1,7 +1,7 @@
-"""Launches with a sliding window, for sanitizer_cases.py: on Hopper by tiles, not by lists.
+"""Launches with a sliding window, for sanitizer_cases.py, which Hopper computes without lists.
 
-Windows of one key, of less than a tile, and of several; tiles that are cut on both sides; rows that
-are as many as the keys or fewer; and more blocks of rows than thread blocks.
+There are windows of one key, of less than a tile and of several tiles, tiles that are cut on both
+sides, as many rows as keys or fewer rows, and more blocks of rows than thread blocks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every kernel in the library runs: the launches that compute-sanitizer watches leave none out."""
+"""The launches that compute-sanitizer watches run every kernel in the library."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ NOT_REACHABLE = (
     "fill_zero_kernel",  # gradients with gaps: torch's are contiguous and cleared by a memset
 )
 
-# Processes for each family, that share its launches. With one for all of them the test took more
-# than four minutes, and beside many others longer than it may.
+# Among so many processes the launches of each family are shared out. In one process they took more
+# than four minutes, and beside many other tests longer than a test may take.
 PARTS = 4
 
 PROGRAM = """

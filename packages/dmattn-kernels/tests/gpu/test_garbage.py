@@ -1,4 +1,4 @@
-"""Whatever the numbers that kernels read on the device, no access leaves the tensors of a call.
+"""Whatever numbers kernels read on the device, they access nothing outside the tensors of a call.
 
 sanitizer_garbage.py runs the same launches under compute-sanitizer, which sees reads as well.
 """
@@ -29,8 +29,8 @@ pytestmark = [pytest.mark.each_family, pytest.mark.cuda]
 @pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
 def test_nothing_is_damaged(case: Case, seed: int) -> None:
-    """Margins around every allocation, and inputs, are as they were; the launches end."""
-    torch.zeros(1, device=torch.device("cuda"))  # the context of the device is torch's
+    """The margins around every allocation and int32 inputs are unchanged, and launches end."""
+    torch.zeros(1, device=torch.device("cuda"))  # lets torch make the context of the device
     problems = run_case(WatchedGpu(GUARD), case, seed)
     assert not problems, "\n".join(problems)
 
@@ -42,7 +42,7 @@ def test_nothing_is_damaged(case: Case, seed: int) -> None:
 def test_packed_sequences_through_torch(
     same: bool, window: int | None, deterministic: bool, seed: int
 ) -> None:
-    """Wrong cu_seqlens in the public function, forward and backward; other tensors stay alone."""
+    """Wrong cu_seqlens in the public function, forward and backward: no other tensor changes."""
     device, draw = torch.device("cuda"), np.random.default_rng(seed)
     total, sequences, longest = 400, 6, 130
     q, k, v = (

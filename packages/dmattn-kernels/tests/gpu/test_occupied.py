@@ -1,4 +1,4 @@
-"""Kernels whose thread blocks wait for each other, while something else keeps SMs to itself."""
+"""Kernels whose thread blocks wait for each other, while another one occupies half of the SMs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from toolkit import find_tool
 
 pytest.importorskip("dmattn_kernels")
 
-# Thread blocks that stay until words[0] is set, or give up after a time. words: [go, how many have
-# started, how many gave up].
+# A kernel whose thread blocks stay until words[0] is set, or give up after a time. words: [whether
+# to end, how many have started, how many gave up].
 HOLD = b"""
 .version 7.0
 .target sm_80
@@ -45,14 +45,14 @@ END:
   ret;
 }
 \0"""
-SMEM = 200 << 10  # bytes of a holding block: no other block with large tiles fits beside it
+SMEM = 200 << 10  # bytes of such a thread block: no other one with large tiles fits beside it
 LIMIT_NS = 5_000_000_000
 MAX_DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
 @functools.cache
 def holding_code() -> bytes:
-    """HOLD as machine code, where there is ptxas: the driver's compiler may be switched off."""
+    """HOLD, as machine code if there is ptxas, since the driver's compiler may be switched off."""
     ptxas = find_tool("ptxas")
     if ptxas is None:
         return HOLD
@@ -65,7 +65,7 @@ def holding_code() -> bytes:
 
 
 def hold(words: torch.Tensor, blocks: int, stream: torch.cuda.Stream) -> None:
-    """Starts that many of the blocks, one to an SM."""
+    """Start so many of these thread blocks, one on each SM."""
     driver = ctypes.CDLL("libcuda.so.1")
 
     def call(name: str, *args: object) -> None:
@@ -114,7 +114,7 @@ def test_turns_do_not_need_every_sm(head_dim: int, softcap: float, window: int |
         return torch.autograd.grad(out, leaves, dout)
 
     want = backward()
-    backward()  # all memory is there, all code is loaded
+    backward()  # afterwards all memory is allocated and all code is loaded
     torch.cuda.synchronize()
     others, side = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     hold(words, half, others)

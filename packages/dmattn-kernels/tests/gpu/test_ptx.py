@@ -1,4 +1,4 @@
-"""The PTX in the binary, compiled by the driver for a chip without machine code there."""
+"""The library's PTX, compiled by the driver for a chip that the library has no machine code for."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from gpu.device import FAMILY_VARIABLE
 
 pytestmark = pytest.mark.slow
 
-# Another build's folder, holding a dmattn_kernels package with PTX and without code for this very
-# chip.
+# Names the folder of another build: a dmattn_kernels package with PTX and without machine code for
+# this chip.
 LIBRARY_VARIABLE = "DMATTN_PTX_LIBRARY"
 
 PROGRAM = """
@@ -37,9 +37,9 @@ check(Case(130, 150, head_dim=128, mask="bk1k", bias="bk1k", wants=""))
 
 @pytest.mark.parametrize("tiles", ["sm80", "sm89"])
 def test_ptx_path(tiles: str) -> None:
-    """It has the tiles for chips with much shared memory, and those for chips with less."""
+    """The PTX has both the tiles for chips with much shared memory and those for other chips."""
     env = os.environ | {FAMILY_VARIABLE: tiles}
-    # The driver may compile it.
+    # The driver must be allowed to compile PTX.
     for name in ("DMATTN_TEST_TARGET", "CUDA_DISABLE_PTX_JIT"):
         env.pop(name, None)
     folders = [str(Path(__file__).parents[4] / "tests")]

@@ -1,4 +1,4 @@
-"""What the binding to the C interface refuses on a GPU, before it launches anything."""
+"""What a launch on a GPU refuses before anything runs."""
 
 from __future__ import annotations
 

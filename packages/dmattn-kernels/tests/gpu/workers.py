@@ -26,18 +26,20 @@ from gpu import OUT_OF_MEMORY
 from gpu.claims import name, one_of_places, take
 
 ON_CUDA = torch.cuda.is_available()
-# Exit code of a worker whose CUDA context an earlier kernel has destroyed, or whose memory is held.
+# Exit code of a worker whose CUDA context a kernel has destroyed, or in which memory of a test that
+# has ended is still allocated.
 GPU_LOST = 77
 GPU_HUNG = 78  # ... and of one whose test ran past its limit
-CACHED_BYTES = 1 << 30  # that a worker may keep between tests
-# What is still allocated then is held by something that a test left behind: a worker has been seen
-# with 25 GB of it, after tests that had found no memory.
+CACHED_BYTES = 1 << 30  # of torch's cache, that a worker may keep between tests
+# More than this that is still allocated between tests is held by something that a test left behind:
+# a worker has been seen with 25 GB of it, after tests that had found no memory.
 HELD_BYTES = 2 << 30
-# Tries of a test that finds no memory, as large ones of other workers run at the same time.
+# How often a test is tried that finds no memory, since large tests of other workers may run at the
+# same time, and the pause before each further try.
 ATTEMPTS, PAUSE_SECONDS = 4, 5.0
-# Tests of this file take up to 40 GB each: so many of all targets may run on a GPU at a time.
+# Tests of this file take up to 40 GB each. Of all targets together so many run on a GPU at a time.
 LARGE, LARGE_AT_ONCE = "test_large.py", 2
-SLOW_SECONDS = 300  # limit of a test that is marked slow; of others the target says it
+SLOW_SECONDS = 300  # limit of a test that is marked slow; for other tests the target has a limit
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,7 +59,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _leave_memory_to_others() -> Iterator[None]:
-    """Many workers share the GPU: what a large test has taken goes back at its end."""
+    """Many workers share the GPU, so memory that a large test has taken is freed at its end."""
     yield
     if ON_CUDA and torch.cuda.memory_reserved() > CACHED_BYTES:
         torch.cuda.empty_cache()
@@ -65,7 +67,7 @@ def _leave_memory_to_others() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
-    """Claims the test by creating a file; another worker's tests are passed over in silence."""
+    """Claim the test by creating a file; tests that other workers have claimed are skipped."""
     claims = item.config.getoption("claims", None)
     if claims is None:
         return None
@@ -90,13 +92,16 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
 
 
 def _end(item: pytest.Item, why: str) -> None:
-    """Ends this worker behind the test. Another one takes its place."""
+    """End this worker after the test. Another worker takes its place."""
     item.session.shouldstop = why
     item.config.gpu_lost = True  # type: ignore[attr-defined]
 
 
 def _place_for(item: pytest.Item, folder: Path) -> AbstractContextManager[None]:
-    """Where a large test waits until no more than one other runs. `folder`: of all targets."""
+    """Let a large test wait until at most one other one runs on the GPU.
+
+    `folder`: the folder of all targets.
+    """
     if item.path.name != LARGE:
         return nullcontext()
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
@@ -106,7 +111,7 @@ def _place_for(item: pytest.Item, folder: Path) -> AbstractContextManager[None]:
 def _run(item: pytest.Item) -> tuple[list[pytest.TestReport], int]:
     """The reports of the last try of a test, and how many tries there were.
 
-    There is another one only where the test found no memory beside those of other workers.
+    A test is tried again only if it found no memory beside the tests of other workers.
     """
     for tries in range(1, ATTEMPTS + 1):
         if tries > 1:
@@ -189,7 +194,7 @@ def _skip_reason(reports: list[pytest.TestReport]) -> str:
 
 @pytest.fixture(autouse=True)
 def _survive(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Ends this worker when the CUDA context is gone: every later test would fail for that."""
+    """End this worker if the CUDA context is lost, as every later test would fail because of it."""
     limit = SLOW_SECONDS if request.node.get_closest_marker("slow") else target().seconds
     watch = threading.Timer(limit, _give_up, (request.node.nodeid, limit))
     if ON_CUDA:

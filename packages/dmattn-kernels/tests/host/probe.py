@@ -135,7 +135,7 @@ ARRAYS = (
 
 
 def zeroed_bytes(found: Plan) -> int:
-    """Of the part of the workspace that starts as zeros in the first round."""
+    """Size of the part of the workspace that starts as zeros in the first round."""
     names = ("once_zero_bytes", "counter_zero_bytes", "dq_zero_bytes", "dkv_zero_bytes")
     return sum(int(found[name]) for name in names)
 

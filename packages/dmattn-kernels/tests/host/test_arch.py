@@ -39,7 +39,7 @@ def kernel_set(
     [
         *((80, 163 << 10, SM80), (86, NARROW, SM89), (89, NARROW, SM89), (90, WIDE, SM90)),
         (87, 163 << 10, SM89),  # runs the machine code for 8.6
-        # By PTX, which has both shapes of tiles.
+        # Chips that run the PTX, which has both sets of tiles.
         *((100, WIDE, SM80), (103, WIDE, SM80), (120, NARROW, SM89), (121, NARROW, SM89)),
     ],
 )
@@ -80,7 +80,7 @@ def test_hopper_code_is_for_hopper_alone(probe: ctypes.CDLL) -> None:
 
 @pytest.mark.parametrize("capability", [86, 89, 120])
 def test_narrow_tiles_need_code_made_for_them(probe: ctypes.CDLL, capability: int) -> None:
-    """PTX of compute_80 leaves them out, and so does the code of other chips."""
+    """PTX of compute_80 does not contain them, and neither does the code for other chips."""
     built_for = f"sm_80,sm_{capability},compute_80"
     assert kernel_set(probe, capability, NARROW, built_for=built_for) == (abi.OK, SM89)
     status, text = kernel_set(probe, capability, NARROW, built_for="sm_80,sm_8,compute_80")
@@ -129,7 +129,7 @@ def without_units(probe: ctypes.CDLL) -> Iterator[None]:
 
 @pytest.mark.usefixtures("without_units")
 def test_a_build_without_the_unit(probe: ctypes.CDLL) -> None:
-    """Said with the size of the workspace already: nothing has been launched."""
+    """The error comes with the size of the workspace, before anything is launched."""
     text = ctypes.create_string_buffer(1 << 10)
     status = probe.probe_fwd(
         *(ctypes.byref(fwd_params(head_dim=72)), b"sm80", 132, None),
@@ -176,6 +176,6 @@ def test_a_build_without_hopper_code(probe: ctypes.CDLL) -> None:
 def test_which_kernels_start_early(
     probe: ctypes.CDLL, compiled_for: int, driver: int, setting: str | None, wanted: bool
 ) -> None:
-    """Code that can wait, a driver that captures such launches, and no word against it."""
+    """They need code that can wait, a driver that captures such launches, and no other setting."""
     name = None if setting is None else setting.encode()
     assert probe.probe_may_start_early(compiled_for, driver, name) == wanted

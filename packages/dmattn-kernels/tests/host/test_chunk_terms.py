@@ -11,14 +11,19 @@ import pytest
 BLOCK = 128  # rows of a list
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 
-# Of a key in a round.
+# What is found for a key in a round, see rounds_of().
 Found = tuple[int, int, bool, bool, bool]
 
 
 def rounds_of(
     probe: ctypes.CDLL, seqlen_q: int, chunk_rows: int, round_rows: int, end: list[int]
 ) -> Iterator[tuple[int, int, int, list[Found]]]:
-    """First row, row behind the last, up to which key, and what is found of each key."""
+    """For each round its first row, the row behind its last one, a key, and a tuple for each key.
+
+    The key is the first one that no row of the round sees, nor any row before the round. The tuple
+    has the key's first chunk in the round, the number of its chunks, whether the round
+    has a part in the key's sums, and whether rows before the round and rows behind it see the key.
+    """
     seqlen_k = len(end)
     for begin in range(0, seqlen_q, round_rows):
         rows = min(round_rows, -(-seqlen_q // BLOCK) * BLOCK - begin)

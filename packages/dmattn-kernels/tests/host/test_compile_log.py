@@ -19,7 +19,7 @@ WARNING = SERIALIZED.replace("ptxas info    ", "ptxas warning ")
 
 @pytest.mark.parametrize("line, status", [(REPORT, 0), (SERIALIZED, 1), (WARNING, 1)])
 def test_serialized_matrix_instructions_fail(tmp_path: Path, line: str, status: int) -> None:
-    """The compiler itself only remarks on them."""
+    """The compiler itself only prints a message about them."""
     output = tmp_path / "unit.cu.o"
     program = "import pathlib, sys; print(sys.argv[1]); pathlib.Path(sys.argv[-1]).touch()"
     compiler = [sys.executable, "-c", program, line, "-o", str(output)]

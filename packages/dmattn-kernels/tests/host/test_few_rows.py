@@ -19,7 +19,7 @@ def plan(probe: ctypes.CDLL) -> Probe:
 
 
 def few_rows(plan: Probe, **arguments: Any) -> Plan:
-    """Of 2 sequences of 4096 keys."""
+    """The plan of a forward over 2 sequences of 4096 keys."""
     return plan.fwd(**{"batch": 2, "seqlen_k": 4096, "nheads_k": 2} | arguments)
 
 
@@ -46,7 +46,7 @@ def test_tokens_of_a_group_are_rows_of_the_decode_kernel(
             by_head, by_row = found[f"{name}_stride.head"], found[f"{name}_stride.row"]
             place = hk * by_head + g * by_row + t * found[f"token_rows.{token}"]
             assert place == t * stride[0] + (hk * group + g) * stride[1]
-    # One or two blocks of rows, of which each counts the blocks of its splits in a word.
+    # There are one or two blocks of rows; in a word for each the blocks of its splits are counted.
     blocks = -(-seqlen_q * group // (16 if head_dim == 256 else 32))
     assert found["blocks"] == 2 * 2 * blocks * found["num_splits"]
     assert found["out_accum"] - found["arrivals"] >= 8 * 2 * 2 * blocks
@@ -57,15 +57,15 @@ def test_tokens_of_a_group_are_rows_of_the_decode_kernel(
     [
         ({}, 4),
         ({"mask": mask(2, 2, 1, 4096), "bias": tensor((2, 2, 1, 4096))}, 4),
-        # A mask or a bias for each query head: these do not share keys.
+        # With a mask or a bias of each query head, heads do not share keys.
         ({"mask": mask(2, 8, 1, 4096)}, 1),
         ({"bias": tensor((2, 8, 1, 4096))}, 1),
         ({"nheads": 2, "seqlen_q": 16}, 1),
-        # More rows than read keys together.
+        # More rows than may read keys together.
         ({"seqlen_q": 17}, 0),
         ({"nheads": 2, "seqlen_q": 17}, 0),
         ({"seqlen_q": 9, "head_dim": 256}, 0),
-        # Rows that differ in more than causality.
+        # Rows that differ in more than what causality hides from them.
         ({"mask": mask(2, 1, 8, 4096)}, 0),
         ({"bias": tensor((2, 8, 8, 4096))}, 0),
     ],
@@ -130,11 +130,11 @@ def test_rows_of_a_group_are_no_more_than_32_bits_count(
 @pytest.mark.parametrize(
     "batch, seqlen_q, nheads, nheads_k, head_dim, seqlen_k, decode",
     [
-        # More rows than one block of decoding has, of few heads over many keys ...
+        # More rows than a block of the decode kernel has, of few heads over many keys ...
         (1, 16, 32, 8, 128, 32768, False),
         (8, 8, 8, 1, 128, 8192, False),
         (2, 2, 8, 2, 256, 16384, False),
-        # ... of fewer keys, of more heads, and in one block.
+        # ... over fewer keys, of more heads, and no more rows than a block has.
         (1, 16, 32, 8, 128, 2048, True),
         (8, 16, 32, 8, 128, 8192, True),
         (8, 2, 32, 8, 256, 4096, True),
@@ -176,7 +176,7 @@ def test_rows_of_a_group_go_together_where_they_save_enough(
     ],
 )
 def test_rows_of_a_group_go_apart(plan: Probe, changed: dict[str, Any]) -> None:
-    """Kernels that look at more than lengths and causality have the rows of a head."""
+    """Kernels that look at more than lengths and causality take the rows of each head alone."""
     shape = {"seqlen_q": 33, "seqlen_k": 16384, "nheads": 8, "head_dim": 128, "is_causal": 1}
     assert few_rows(plan, **shape)["token_rows.count"] == 33
     found = few_rows(plan, **(shape | changed))

@@ -84,7 +84,7 @@ TALL, SHORT, TWO_BLOCKS = (192, 128), (128, 128), (128, 64)  # tiles of Sm90FwdS
         (4096, 77, 8, TWO_BLOCKS, TWO_BLOCKS),  # many rows of few keys
         (4096, 4096, 8, SHORT, SHORT),  # 176 tall row blocks, or 256
         (4096, 4096, 16, TALL, TALL),
-        (192, 300, 132, TALL, TALL),  # those of the sanitizers' launches
+        (192, 300, 132, TALL, TALL),  # the shapes of the sanitizers' launches
         (200, 250, 2, SHORT, SHORT),
     ],
 )
@@ -140,7 +140,7 @@ CHANGED_SCORES: dict[str, dict[str, Any]] = {
     "softcap and bias": {"softcap": 30.0, "bias": tensor((1, 1, 1, 4096), FLOAT32)},
     "negative scale": {"softmax_scale": -1.0},
 }
-# Those with tall tiles at head_dim 64: a bias alone, of 16 bits unless it is one of each key.
+# Those with tall tiles at head_dim 64: a bias alone, which is in 16 bits or for each key.
 TALL = [
     CHANGED_SCORES[x]
     for x in ("key bias", "fp32 key bias", "every second key", "16-bit bias", "expanded bias")
@@ -159,7 +159,7 @@ def test_tiles_of_changed_scores(
     if head_dim <= 64 and arguments in TALL:
         block_m = 192
     if head_dim > 128 and arguments == CHANGED_SCORES["softcap"]:
-        block_n = 80  # no bias beside them
+        block_n = 80  # the tiles for softcap without a bias
     assert (plan["arch"], plan["block_m"], plan["block_n"]) == (90, block_m, block_n)
     assert plan["blocks"] == SMS and plan["num_splits"] == 1 and not plan["gathered"]
 
@@ -178,7 +178,7 @@ def test_tiles_of_changed_scores(
     ],
 )
 def test_tall_tiles_of_a_bias_alone(probe: ctypes.CDLL, more: dict[str, Any], block_m: int) -> None:
-    """Kernels with three consumers know neither masks nor fp32 tiles of a bias."""
+    """Kernels with three consumers support neither masks nor fp32 tiles of a bias."""
     bias = {"bias": tensor((1, 1, 1, 4096))}
     arguments = {"batch": 2, "head_dim": 64} | LONG | bias | more
     plan = Probe(probe).fwd(SM90, SMS, **arguments)
@@ -188,12 +188,12 @@ def test_tall_tiles_of_a_bias_alone(probe: ctypes.CDLL, more: dict[str, Any], bl
 @pytest.mark.parametrize(
     "head_dim, heads, seqlen_k, more, splits",
     [
-        # Few keys are not split, nor where the GPU is nearly full without.
+        # Keys are not split if they are few, or if the GPU is nearly full without splits.
         (64, 2, 512, {}, 1),
         (128, 2, 512, {}, 1),
         (128, 100, 4096, {}, 1),
         (128, 8, 1024, {"is_causal": 1, "seqlen_q": 1024}, 1),
-        # What else there is to do for a score counts, too.
+        # What a mask, a bias or softcap adds to the time of a score counts, too.
         (128, 100, 4096, {"softcap": 20.0}, 1),
         (128, 2, 256, {"mask": mask(1, 1, 128, 256)}, 1),
         (128, 8, 4096, {"mask": mask(1, 1, 128, 4096)}, 16),
@@ -201,7 +201,7 @@ def test_tall_tiles_of_a_bias_alone(probe: ctypes.CDLL, more: dict[str, Any], bl
         (256, 16, 4096, {"bias": tensor((1, 1, 128, 4096), BFLOAT16)}, 8),
         (128, 16, 4096, {"bias": tensor((1, 1, 128, 4096), FLOAT32)}, 8),
         (128, 16, 4096, {"bias": tensor((1, 1, 128, 4096)), "softcap": 20.0}, 8),
-        # Head_dim 64 has three consumers for rows of a bias: 132 blocks of 192 rows fill the GPU.
+        # Rows of a bias have three consumers at head_dim 64: 132 blocks of 192 rows fill the GPU.
         (64, 12, 2048, {"seqlen_q": 2048, "bias": tensor((1, 1, 2048, 2048), BFLOAT16)}, 1),
     ],
 )
@@ -237,7 +237,7 @@ def test_keys_of_few_blocks_of_rows_are_split(
 @pytest.mark.parametrize("keys", [4096, 4095])
 @pytest.mark.parametrize("bias_rows", [1, 2048])
 def test_shares_have_no_tall_tiles(probe: ctypes.CDLL, bias_rows: int, keys: int) -> None:
-    """A bias alone has tall ones at head_dim 64, and the kernels for them do not split keys."""
+    """A bias alone has tall tiles at head_dim 64, but the kernels for them do not split keys."""
     call = {"batch": 1, "seqlen_q": 2048, "seqlen_k": keys, "nheads": 2, "nheads_k": 1}
     bias = tensor((1, 1, bias_rows, keys))
     plan = Probe(probe).fwd(SM90, SMS, head_dim=64, bias=bias, **call)
@@ -250,15 +250,15 @@ def test_shares_have_no_tall_tiles(probe: ctypes.CDLL, bias_rows: int, keys: int
         (16, 8, 1, 64, 32768, 80),
         (32, 32, 8, 64, 8192, 80),
         (32, 32, 8, 128, 16384, 80),
-        (64, 32, 8, 128, 16384, 90),  # half of the blocks together, each of which takes longer
-        (128, 32, 8, 128, 16384, 90),  # as many blocks together as apart
+        (64, 32, 8, 128, 16384, 90),  # together half as many blocks, each of which takes longer
+        (128, 32, 8, 128, 16384, 90),  # together as many blocks as apart
         (32, 16, 16, 128, 16384, 90),  # no group
     ],
 )
 def test_rows_of_a_group_or_shares_of_the_keys(
     probe: ctypes.CDLL, rows: int, heads: int, heads_k: int, head_dim: int, keys: int, arch: int
 ) -> None:
-    """By the time: the sm80 code has the rows of a group together, Hopper's splits their keys."""
+    """The faster of two: the sm80 code with the rows of a group together, or Hopper's splits."""
     call = {"batch": 1, "seqlen_q": rows, "seqlen_k": keys, "nheads": heads, "nheads_k": heads_k}
     plan = Probe(probe).fwd(SM90, SMS, head_dim=head_dim, is_causal=1, **call)
     assert plan["arch"] == arch and plan["num_splits"] > 1
@@ -267,7 +267,7 @@ def test_rows_of_a_group_or_shares_of_the_keys(
 @pytest.mark.parametrize("sms", [78, 114, 132])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_part_of_a_wave_is_split(probe: ctypes.CDLL, sms: int, head_dim: int) -> None:
-    """One row block more than SMs would take as long as twice as many."""
+    """Without splits one row block more than there are SMs would take as long as twice as many."""
     heads = sms + 1
     call = {"batch": 1, "seqlen_q": 128, "seqlen_k": 16384, "nheads": heads, "nheads_k": heads}
     assert Probe(probe).fwd(SM90, sms, head_dim=head_dim, **call)["num_splits"] > 1
@@ -322,7 +322,7 @@ def test_lists(probe: ctypes.CDLL, head_dim: int, block_n: int, more: dict[str, 
     assert plan["gathered"]
     assert (plan["arch"], plan["block_m"], plan["num_splits"]) == (90, 128, 1)
     assert (plan["block_n"], plan["blocks"]) == (block_n, SMS)
-    # Two blocks share an SM where lists are short, and a thread has few numbers of the output.
+    # Two thread blocks share an SM if lists are short and a thread has few numbers of the output.
     few: dict[str, Any] = {"seqlen_k": 2000, "mask": mask(1, 4, 1, 2000)}
     if more:
         few["bias"] = tensor((1, 4, 1, 2000), FLOAT32)
@@ -356,7 +356,7 @@ def test_lists_that_others_compute(probe: ctypes.CDLL, arguments: dict[str, Any]
 def test_lists_of_few_blocks_of_rows_are_split(
     probe: ctypes.CDLL, head_dim: int, splits: int, more: dict[str, Any]
 ) -> None:
-    """Into fewer shares if the keys are few, which those of a mask may be."""
+    """Short lists are split into fewer shares; the host cannot know how short a mask's list is."""
     call = {"batch": 1, "seqlen_q": 100, "seqlen_k": 4096, "nheads": 16, "nheads_k": 4}
     plan = Probe(probe).fwd(SM90, SMS, head_dim=head_dim, **call, **KEPT, **more)
     assert plan["gathered"] and (plan["arch"], plan["num_splits"]) == (90, splits)
@@ -370,7 +370,7 @@ def test_lists_of_few_blocks_of_rows_are_split(
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
 def test_a_key_mask_beside_a_dense_bias(probe: ctypes.CDLL, dtype: int) -> None:
-    """Tiles of the bias are copied as they are; of listed keys each number would be read alone."""
+    """Without a list, tiles of the bias are copied whole; with one, it is read number by number."""
     call = {"batch": 1, "head_dim": 128} | LONG | KEPT | {"bias": tensor(DENSE, dtype)}
     plan = Probe(probe).fwd(SM90, SMS, **call)
     assert not plan["gathered"] and plan["arch"] == 90 and plan["mask.bits"]
@@ -398,7 +398,7 @@ def test_packed_sequences(
 def test_packed_sequences_have_blocks_for_all_row_blocks(
     probe: ctypes.CDLL, sequences: int, max_seqlen_q: int
 ) -> None:
-    """As many as there may be of sequences of any lengths."""
+    """There are as many as sequences of any lengths may need."""
     sizes = PACKED | {"sequences": sequences, "total_q": 300, "max_seqlen_q": max_seqlen_q}
     sizes |= {"total_k": 2500}
     plan = Probe(probe).fwd(SM90, SMS, head_dim=128, **sizes)
@@ -430,7 +430,7 @@ def test_packed_sequences_that_others_compute(
 
 @pytest.mark.parametrize("head_dim", [40, 96, 128, 192, 256])
 def test_packed_sequences_with_softcap(probe: ctypes.CDLL, head_dim: int) -> None:
-    """In the tiles of softcap, of which there are none for head_dim 96 and 192."""
+    """They have the tiles for softcap, of which there are none for head_dim 96 and 192."""
     packed = Probe(probe).fwd(SM90, SMS, head_dim=head_dim, softcap=30.0, **PACKED)
     dense = Probe(probe).fwd(SM90, SMS, head_dim=head_dim, softcap=30.0, seqlen_q=3000)
     assert packed["arch"] == dense["arch"] == 90
@@ -441,7 +441,7 @@ def test_packed_sequences_with_softcap(probe: ctypes.CDLL, head_dim: int) -> Non
     "batch, seqlen_q, seqlen_k, packs",
     [
         (8, 32, 8192, True),
-        (8, 48, 8192, False),  # half the rows alone
+        (8, 48, 8192, False),  # only half as many rows, in whole blocks
         (4, 32, 1024, False),  # too few keys to be worth it
         (64, 24, 512, True),
     ],

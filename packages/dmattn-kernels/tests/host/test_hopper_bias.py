@@ -28,7 +28,7 @@ LENGTH = 4096
 DENSE = (1, 16, LENGTH, LENGTH)
 OF_PAIRS = (1, 8, LENGTH, LENGTH)
 OF_GROUPS = (1, 4, LENGTH, LENGTH)
-# Heads of a group, of which each has a mask of its own, share a bias.
+# The heads of a group share a bias, but each of them has a mask of its own.
 OTHER_MASKS = {
     "nheads_k": 4,
     "bias": tensor(OF_GROUPS),
@@ -111,7 +111,7 @@ def test_fp32_bias(probe: ctypes.CDLL, arguments: dict[str, Any], kind: int, hea
     plan = plan_of(probe, **fields)
     assert plan["bias.kind"] == DIRECT and plan["dbias_kind"] == kind
     assert (plan["arch"], plan["block_m"], plan["block_n"]) == (90, 64, 128)
-    # What is shared is added up in the gradient itself.
+    # Gradients of a shared bias are added up in dbias itself.
     assert plan["once_zero_bytes"] == 0
     is_added_to = kind == DB_ACCUM or plan["is_causal"]
     entries = plan["dbias_elements"]
@@ -143,7 +143,7 @@ def test_bias_of_keys(probe: ctypes.CDLL, heads: int, with_mask: bool, dtype: in
 
 @pytest.mark.parametrize("of_mask", [(1, 1), (2, 4), (2, 16)])
 def test_a_mask_beside_a_bias(probe: ctypes.CDLL, of_mask: tuple[int, int]) -> None:
-    """Its gradient starts as zeros: tiles without anything are never written."""
+    """dbias starts as zeros, since tiles of which the mask keeps nothing are never written."""
     fields = {"batch": 2, "nheads_k": 4, "mask": mask(*of_mask, LENGTH, LENGTH)}
     plan = plan_of(probe, WITH_DBIAS, bias=tensor((2, 16, LENGTH, LENGTH)), **fields)
     assert (plan["arch"], plan["dbias_kind"]) == (90, DB_TILE)
@@ -155,7 +155,7 @@ def test_a_mask_beside_a_bias(probe: ctypes.CDLL, of_mask: tuple[int, int]) -> N
 def test_a_key_mask_beside_a_dense_bias(
     probe: ctypes.CDLL, of_mask: tuple[int, int], serves_fp32: int, dtype: int
 ) -> None:
-    """Its keys are not listed, as the bias would then be read number by number."""
+    """The mask's keys are not listed, as the bias would then be read number by number."""
     fields = {"batch": 2, "nheads_k": 4, "mask": mask(*of_mask, 1, LENGTH)}
     plan = plan_of(probe, WITH_DBIAS, bias=tensor((2, 16, LENGTH, LENGTH), dtype), **fields)
     assert plan["arch"] == (90 if dtype == BFLOAT16 or serves_fp32 else 80)
@@ -213,7 +213,7 @@ def test_what_others_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> N
 def test_biases_of_keys_in_each_head_of_a_group(
     probe: ctypes.CDLL, arguments: dict[str, Any], deterministic: int
 ) -> None:
-    """An item has the bias of one head: the heads of a group are parts, whatever the round."""
+    """An item has the bias of one head, so that each head of a group is a part, in all rounds."""
     keys, nheads = arguments.get("seqlen_k", LENGTH), arguments.get("nheads", 16)
     fields = {"bias": tensor((1, nheads, 1, keys)), "deterministic": deterministic, **arguments}
     first = plan_of(probe, WITH_DBIAS, **fields)
@@ -223,7 +223,7 @@ def test_biases_of_keys_in_each_head_of_a_group(
         plan = plan_of(probe, WITH_DBIAS, round=number, **fields)
         heads = plan["group_end"] - plan["group_begin"]
         assert plan["num_splits"] >= heads and plan["num_splits"] % heads == 0
-    # Copies of one bias are one, unless each has a gradient.
+    # Copies of one bias count as one bias, unless each of them has a gradient.
     copies = fields | {"bias": tensor((1, nheads, 1, keys), stride=(0, 0, 0, 1))}
     shared = fields | {"bias": tensor((1, 1, 1, keys))}
     assert plan_of(probe, **copies)["num_splits"] == plan_of(probe, **shared)["num_splits"]
@@ -232,7 +232,7 @@ def test_biases_of_keys_in_each_head_of_a_group(
 
 @pytest.mark.parametrize("length, arch", [(4096, 90), (32768, 80)])
 def test_sums_of_single_heads_keep_to_the_limit(probe: ctypes.CDLL, length: int, arch: int) -> None:
-    """dq and dk, dv in fp32 of one head are more than 1.5 times q, k and v of two."""
+    """dq, dk and dv of one head in fp32 take more than 1.5 times q, k and v of two heads."""
     fields = {"nheads": 2, "nheads_k": 1, "seqlen_q": length, "seqlen_k": length, "is_causal": 1}
     plan = plan_of(probe, bias=tensor((1, 2, 1, length)), **fields)
     assert plan["arch"] == arch
@@ -286,8 +286,10 @@ def test_rows_that_tma_does_not_take(
 def test_a_fixed_order(
     probe: ctypes.CDLL, arguments: dict[str, Any], sharers: int, head_dim: int
 ) -> None:
-    """Blocks of keys take turns at dq, and batches at a dbias that they share, unless it is a sum
-    of two terms, whose order makes no difference."""
+    """Blocks of keys take turns at dq, and batches at a dbias that they share.
+
+    They take no turns at a dbias that is a sum of two terms, whose order makes no difference.
+    """
     plan = plan_of(probe, **arguments, head_dim=head_dim, deterministic=1)
     assert (plan["arch"], plan["per_batch"], plan["bias_pairs"]) == (90, 0, 0)
     assert plan["dq_semaphore"] and plan["work_counter"]
@@ -313,7 +315,7 @@ def test_a_fixed_order(
 def test_turns_at_a_gradient_that_is_shared(
     probe: ctypes.CDLL, of_bias: tuple[int, int], of_mask: tuple[int, int] | None, dtype: int
 ) -> None:
-    """One launch, with a counter for each tile of the gradient, which starts at zero."""
+    """There is one launch, with a counter for each tile of the gradient that starts at zero."""
     bias = tensor((*of_bias, LENGTH, LENGTH), dtype)
     given: dict[str, Any] = {"bias": bias, "batch": 3, "nheads_k": 4}
     if of_mask is not None:
@@ -338,7 +340,7 @@ def test_turns_at_a_gradient_that_is_shared(
 def test_others_that_share_it_have_other_tiles(
     probe: ctypes.CDLL, of_bias: tuple[int, int], of_mask: tuple[int, int], head_dim: int
 ) -> None:
-    """Nobody then knows whose turn it is: launches follow one another."""
+    """With different masks nobody could tell whose turn it is, so launches follow one another."""
     bias = tensor((*of_bias, LENGTH, LENGTH))
     given = {"bias": bias, "batch": 3, "mask": mask(*of_mask, LENGTH, LENGTH)}
     plan = plan_of(probe, WITH_DBIAS, deterministic=1, head_dim=head_dim, **given)
@@ -348,8 +350,10 @@ def test_others_that_share_it_have_other_tiles(
 
 
 def test_launches_that_follow_one_another(probe: ctypes.CDLL) -> None:
-    """One for each batch and head that share dbias, if batches have masks of their own. Each counts
-    its own items."""
+    """There is a launch for each batch and head that share dbias, if batches have different masks.
+
+    Each launch counts its own items.
+    """
     bias = tensor((1, 1, LENGTH, LENGTH), FLOAT32)
     given = {"bias": bias, "deterministic": 1, "batch": 3, "nheads": 8, "nheads_k": 8}
     given["mask"] = mask(3, 1, 1, LENGTH)
@@ -373,7 +377,7 @@ def test_only_tiles_that_no_row_sees_are_cleared(probe: ctypes.CDLL, is_causal: 
 
 @pytest.mark.parametrize("batch, bytes_of_entry", [(2, 0), (3, 4)])
 def test_two_terms_need_no_sums_beside(probe: ctypes.CDLL, batch: int, bytes_of_entry: int) -> None:
-    """They are added up in the gradient itself, which starts as zeros."""
+    """Two terms are added up in the gradient itself, which starts as zeros."""
     plan = plan_of(probe, gradients=WITH_DBIAS, batch=batch)
     entries = 16 * LENGTH * LENGTH
     assert plan["dbias_zero_bytes"] == (0 if bytes_of_entry else 2 * entries)
@@ -386,7 +390,10 @@ def test_two_terms_need_no_sums_beside(probe: ctypes.CDLL, batch: int, bytes_of_
 def test_rows_of_sums_start_on_16_bytes(
     probe: ctypes.CDLL, keys: int, pitch: int, batch: int, dtype: int
 ) -> None:
-    """Those of fp32, which need no others, where so many scores share them that copying pays."""
+    """Sums of a 16-bit gradient are apart from it, those of an fp32 one only if copying them pays.
+
+    That is if its rows do not start on 16 bytes and enough scores share an entry.
+    """
     bias = tensor((1, 16, LENGTH, keys), dtype)
     plan = plan_of(probe, WITH_DBIAS, batch=batch, seqlen_k=keys, bias=bias)
     assert (plan["arch"], plan["dbias_kind"]) == (90, DB_ACCUM)
@@ -432,7 +439,7 @@ def test_pairs_that_share_a_bias(
     pairs: int,
     kind: int,
 ) -> None:
-    """Two have a thread block together, and add up their gradients before they leave it."""
+    """Two heads or batches that share a bias have one thread block, which sums their gradients."""
     fields: dict[str, Any] = {"gradients": WITH_DBIAS, "head_dim": 64, "batch": batch} | arguments
     rows, keys = fields.get("seqlen_q", LENGTH), fields.get("seqlen_k", LENGTH)
     plan = plan_of(probe, bias=tensor((*of_bias, rows, keys)), **fields)
@@ -449,8 +456,11 @@ def test_pairs_that_share_a_bias(
 def test_sums_in_a_fixed_order_of_any_number_of_keys(
     probe: ctypes.CDLL, batches: int, dtype: int, keys: int, head_dim: int
 ) -> None:
-    """Of a bias whose rows start on 16 bytes: where many share its gradient, sums lie apart from
-    it, and rows of it may start anywhere; elsewhere they have room."""
+    """The rows of the bias start on 16 bytes, whatever the number of keys.
+
+    If many scores share its gradient, sums lie apart from that, and its rows may start anywhere;
+    otherwise they start on 16 bytes, too.
+    """
     shape, pitch = (batches, 4, 200, keys), 264
 
     def apart(step: int) -> Tensor:

@@ -70,7 +70,7 @@ def test_what_they_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> Non
         {"dout": tensor((1, 4096, 16, 128), stride=(4096 * 2052, 2052, 128, 1))},
         {"softmax_lse_rest": tensor((1, 16, 4096), FLOAT32)},
         {"softmax_scale": -1.0},
-        # No memory for the sums of parts of tiles, which are too few.
+        # There are too few tiles, and no memory for the sums of parts of them.
         {"nheads": 1, "nheads_k": 1, "seqlen_q": 262144},
         {"nheads": 1, "nheads_k": 1, "seqlen_q": 524288, "is_causal": 1},
     ],
@@ -88,25 +88,28 @@ def test_what_others_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     "arguments, splits",
     [
-        # 96 blocks of keys in one round, as there are few keys for the rows: as long as with parts.
+        # 96 blocks of keys, in one round as there are few keys for the rows. In parts they would
+        # take as long.
         ({"seqlen_k": 768}, (1, 1)),
-        # 144 in two rounds of 72: three items for almost each SM instead of two.
+        # 144 blocks in two rounds of 72. By parts almost every SM has three items instead of two.
         ({"seqlen_k": 1025}, (5, 1)),
-        # 128, of which the longest take hardly more than the average, as there are few keys.
+        # 128 blocks. As there are few keys, the longest take hardly more than the average.
         ({"seqlen_k": 1024, "is_causal": 1}, (1, 1)),
-        # 64, of which the longest take twice the average.
+        # 64 blocks, the longest of which take twice the average.
         ({"seqlen_q": 2048, "seqlen_k": 2048, "nheads": 4, "nheads_k": 4, "is_causal": 1}, (3, 1)),
-        # 32.
+        # 32 blocks, in parts of heads.
         ({"nheads": 8, "nheads_k": 1}, (4, 4)),
-        # Of rows, too.
+        # Parts of rows, too.
         ({"nheads": 2, "nheads_k": 1, "seqlen_q": 2048, "seqlen_k": 2048}, (8, 2)),
     ],
 )
 def test_few_blocks_of_keys_fall_into_parts(
     probe: ctypes.CDLL, arguments: dict[str, Any], splits: tuple[int, int], deterministic: int
 ) -> None:
-    """Of heads, and where these are too few and sums in any order, of their rows. All parts are
-    added up in one place."""
+    """Parts are of heads, or, with too few heads and sums in any order, of the rows of a head.
+
+    All parts of a block are added up in one place.
+    """
     plan = plan_of(probe, deterministic=deterministic, **arguments)
     assert (plan["arch"], plan["num_splits"]) == (90, splits[deterministic])
     if plan["num_splits"] == 1:
@@ -123,12 +126,13 @@ def test_few_blocks_of_keys_fall_into_parts(
 @pytest.mark.parametrize(
     "shape, splits",
     [
-        # Items of four heads, or of one each, where a head has several blocks of rows.
+        # Items of four heads; and of one, where a head has several blocks of rows.
         ((1, 50, 50, 12, 3, 128, 0), 1),
         ((2, 256, 256, 24, 6, 128, 0), 4),
-        # Of rows: parts for the SMs that have no item otherwise.
+        # Parts of rows, for SMs that would have no item without them.
         ((1, 2048, 256, 20, 20, 72, 0), 3),
-        # As many items as SMs: of long ones, and of short ones, whose sums would take longer.
+        # About as many blocks of keys as SMs: long ones, which are split; and short ones, for which
+        # the sums of parts would take longer.
         ((1, 4096, 4096, 4, 4, 64, 1), 2),
         ((1, 1024, 1024, 16, 16, 64, 1), 1),
     ],
@@ -136,7 +140,7 @@ def test_few_blocks_of_keys_fall_into_parts(
 def test_sums_of_small_calls(
     probe: ctypes.CDLL, shape: tuple[int, int, int, int, int, int, int], splits: int
 ) -> None:
-    """Up to 32 MB are taken for them, whatever the size of the call, so that there is one round."""
+    """The sums may take 32 MB, whatever the size of the call, so that there is one round."""
     names = ("batch", "seqlen_q", "seqlen_k", "nheads", "nheads_k", "head_dim", "is_causal")
     plan = plan_of(probe, **dict(zip(names, shape, strict=True)))
     assert (plan["arch"], plan["rounds"], plan["num_splits"]) == (90, 1, splits)
@@ -150,7 +154,7 @@ def test_sums_of_small_calls(
         {"seqlen_q": 4096, "seqlen_k": 77},
         {"seqlen_q": 100, "seqlen_k": 128, "batch": 40},
         {"seqlen_q": 128, "seqlen_k": 128, "is_causal": 1, "batch": 40},
-        {"seqlen_q": 65, "seqlen_k": 65, "batch": 400},  # also one for the kernels for few keys
+        {"seqlen_q": 65, "seqlen_k": 65, "batch": 400},  # the kernels for few keys take it as well
         {"seqlen_q": 30000, "seqlen_k": 128, "nheads_k": 1, "batch": 8},
     ],
 )
@@ -192,16 +196,16 @@ D64 = {"head_dim": 64}
         ({"seqlen_q": 2100}, 1),
         ({"seqlen_q": 2000}, 0),  # all rows see the first keys
         ({"batch": 2, "seqlen_q": 8192, "seqlen_k": 8192, "nheads": 28, "nheads_k": 4}, 1),
-        # 11 blocks of keys, of which the middle one is by itself: 396 times two, three for each SM.
+        # 11 blocks of keys, the middle one of which is alone: 396 pairs, three for each SM.
         ({"batch": 3, "seqlen_k": 1400, "nheads": 44, "nheads_k": 22}, 1),
         ({"batch": 3, "seqlen_k": 1152, "nheads": 44, "nheads_k": 22}, 0),  # 9 blocks
         ({"is_causal": 0}, 0),
         ({"nheads_k": 32}, 0),
-        ({"batch": 5}, 0),  # 320 times two: the third for each SM leaves half of them without work
+        ({"batch": 5}, 0),  # 320 pairs: half of the SMs have no third one, and wait for the others
         # All rows stay in L2; twice as many do not.
         ({"batch": 32, "seqlen_q": 256, "seqlen_k": 256, "nheads": 8, "nheads_k": 4} | D64, 0),
         ({"batch": 64, "seqlen_q": 256, "seqlen_k": 256, "nheads": 8, "nheads_k": 4} | D64, 1),
-        # Of attention/test_groups.py.
+        # The calls of attention/test_groups.py.
         ({"batch": 66, "seqlen_q": 512, "seqlen_k": 512, "nheads": 12, "nheads_k": 4}, 1),
         ({"seqlen_q": 1024, "seqlen_k": 1024, "head_dim": 64}, 1),
         ({"seqlen_q": 1100, "seqlen_k": 1024}, 1),
@@ -217,7 +221,7 @@ D64 = {"head_dim": 64}
 def test_items_of_groups_are_taken_two_by_two(
     probe: ctypes.CDLL, arguments: dict[str, Any], is_mirrored: int
 ) -> None:
-    """Under causality, where all take the same time and thread blocks stay in step by that."""
+    """Under causality, where all pairs take the same time, which keeps thread blocks in step."""
     plan = plan_of(probe, **(GROUPS | arguments))
     assert plan["mirrors_items"] == is_mirrored
     if is_mirrored:
@@ -236,8 +240,10 @@ def test_items_of_groups_are_taken_two_by_two(
 def test_rounds_of_the_heads_of_a_group(
     probe: ctypes.CDLL, nheads: int, heads: int, splits: int, head_dim: int, deterministic: int
 ) -> None:
-    """dk and dv go on from round to round; dq has room for the heads of one. In a fixed order items
-    take the heads side by side, and may have several."""
+    """dk and dv are summed from round to round; the sums of dq have room for one round's heads.
+
+    In a fixed order an item takes its heads side by side, and may have several.
+    """
     call = {"nheads": nheads, "nheads_k": 1, "seqlen_q": 16384, "seqlen_k": 16384}
     call |= {"head_dim": head_dim, "deterministic": deterministic, "is_causal": 1}
     first, second = (plan_of(probe, round=i, **call) for i in range(2))
@@ -258,8 +264,10 @@ def test_rounds_of_the_heads_of_a_group(
 def test_parts_in_a_fixed_order_are_of_whole_heads(
     probe: ctypes.CDLL, head_dim: int, sms: int
 ) -> None:
-    """In the last round of a group, too, which has fewer heads: parts of the rows of a head could
-    wait for items behind them where work is done in sections."""
+    """That holds in the last round of a group, too, which may have fewer heads.
+
+    Parts of the rows of a head could wait for items behind them where work is done in sections.
+    """
     uneven = 0
     for nheads, length in itertools.product((3, 5, 7, 9, 11, 13, 15, 71), (4096, 16384)):
         call: dict[str, Any] = {"nheads": nheads, "nheads_k": 1, "head_dim": head_dim}
@@ -292,7 +300,7 @@ def test_parts_in_a_fixed_order_are_of_whole_heads(
 def test_dense_masks(
     probe: ctypes.CDLL, arguments: dict[str, Any], heads: int, head_dim: int
 ) -> None:
-    """Blocks of 64 rows, whose states the packed mask has."""
+    """Blocks have 64 rows, for which the packed mask has states."""
     plan = plan_of(probe, batch=2, nheads_k=4, head_dim=head_dim, **arguments)
     assert (plan["arch"], plan["block_m"], plan["block_n"]) == (90, 64, 128)
     assert plan["mask.bits"] and plan["mask.head_ratio"] == 16 // heads
@@ -303,7 +311,7 @@ def test_dense_masks(
 def test_memory_of_masked_keys(
     probe: ctypes.CDLL, seqlen: int, heads: int, heads_k: int, head_dim: int
 ) -> None:
-    """Sums over the lists of a mask for each key stay within 1.5 times q, k and v."""
+    """With the sums over the lists of a key mask the workspace stays below 1.5 times q, k and v."""
     sizes = {"batch": 1, "nheads": heads, "nheads_k": heads_k}
     sizes |= {"seqlen_q": seqlen, "seqlen_k": seqlen}
     found = {"mask": mask(1, 1, 1, seqlen), "gradients": "dq dk dv", "head_dim": head_dim, **sizes}
@@ -321,7 +329,7 @@ ONE_LENGTH |= {"max_seqlen_k": 2048}
 @pytest.mark.parametrize("causal", [0, 1])
 @pytest.mark.parametrize("head_dim", [40, 64, 72, 128, 136, 256])
 def test_packed_sequences(probe: ctypes.CDLL, head_dim: int, causal: int) -> None:
-    """Blocks of 64 rows: the statistics have a pitch of 128 rows between sequences."""
+    """Blocks have 64 rows; the statistics of sequences have a pitch of 128 rows."""
     plan = Probe(probe).bwd(SM90, SMS, head_dim=head_dim, is_causal=causal, **PACKED)
     assert (plan["arch"], plan["block_m"]) == (90, 64)
     assert plan["blocks"] == SMS and plan["block_n"] == 128 and plan["num_splits"] == 1
@@ -372,7 +380,7 @@ def test_packed_groups_are_taken_two_by_two(
 def test_packed_groups_take_turns(
     probe: ctypes.CDLL, arguments: dict[str, Any], takes_turns: int
 ) -> None:
-    """Of unequal lengths, though nobody asked for sums in a fixed order."""
+    """They take turns at dq if lengths are unequal, even if sums may be in any order."""
     fields = PACKED | {"nheads": 16, "nheads_k": 8, "is_causal": 1, "head_dim": 128} | arguments
     plan = Probe(probe).bwd(SM90, SMS, gradients="dq dk dv", **fields)
     assert plan["arch"] == 90 and bool(plan["dq_semaphore"]) == bool(takes_turns)
@@ -384,7 +392,7 @@ def test_packed_groups_take_turns(
 def test_packed_sequences_of_one_head_of_keys(
     probe: ctypes.CDLL, head_dim: int, deterministic: int
 ) -> None:
-    """Sums of dq take rounds of heads of the group, which add to dk and dv."""
+    """The sums of dq take rounds, each of some heads of the group, which add to dk and dv."""
     heads = {"nheads": 8, "nheads_k": 1, "head_dim": head_dim, "deterministic": deterministic}
     many = {"total_q": 36000, "total_k": 32000}
     plan = Probe(probe).bwd(SM90, SMS, gradients="dq dk dv", **(PACKED | many | heads))
@@ -393,7 +401,7 @@ def test_packed_sequences_of_one_head_of_keys(
 
 
 def test_few_packed_sequences(probe: ctypes.CDLL) -> None:
-    """Nor does another kernel split their rows."""
+    """Hopper's kernels take them although they do not split rows: others do not, either."""
     sizes = {"sequences": 1, "total_q": 1000, "max_seqlen_q": 1000}
     sizes |= {"total_k": 100, "max_seqlen_k": 100}
     plan = Probe(probe).bwd(SM90, SMS, head_dim=128, **(PACKED | sizes))
@@ -474,7 +482,7 @@ def test_boundaries_that_each_cluster_looks_at(
     ],
 )
 def test_wide_heads(probe: ctypes.CDLL, arguments: dict[str, Any], head_dim: int) -> None:
-    """Two thread blocks share 128 keys; dq lies as the four consumers of both leave it."""
+    """Two thread blocks share 128 keys; the sums of dq lie as the consumers of both leave them."""
     plan = plan_of(probe, head_dim=head_dim, **arguments)
     assert (plan["arch"], plan["block_m"], plan["block_n"]) == (90, 64, 128)
     assert (plan["lse_scale"] > 1) == ("bias" not in arguments)
@@ -512,7 +520,7 @@ def test_statistics_have_whole_blocks_of_rows(
 def test_workspace_stays_below_one_and_a_half_inputs(
     probe: ctypes.CDLL, batch: int, nheads_k: int, head_dim: int, deterministic: int
 ) -> None:
-    """With the log-sum-exp that the forward keeps."""
+    """The limit includes the log-sum-exp that the forward keeps."""
     length = 16384
     shape = {"batch": batch, "nheads_k": nheads_k, "head_dim": head_dim}
     lengths = {"seqlen_q": length, "seqlen_k": length}
@@ -557,7 +565,7 @@ FOUR_HEADS |= {"seqlen_q": 4096, "seqlen_k": 4096, "is_causal": 1}
 def test_sums_of_parts_lie_where_dq_will_be(
     probe: ctypes.CDLL, shape: dict[str, int], heads_first: bool
 ) -> None:
-    """Nobody writes it before they have been rounded: four heads of a group need no rounds."""
+    """dq is written after they have been rounded. So four heads of a group need no rounds."""
     call = FOUR_HEADS | shape
     batch, rows, heads, size = (call[x] for x in ("batch", "seqlen_q", "nheads", "head_dim"))
     strides = (heads * rows * size, size, rows * size, 1) if heads_first else None
@@ -594,7 +602,7 @@ def test_where_dq_has_no_room_for_sums_of_parts(
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("causal", [0, 1])
 def test_size_without_pointers(probe: ctypes.CDLL, causal: int, head_dim: int) -> None:
-    """It is asked for before there is memory, and has to do for the launch."""
+    """The size is asked for before tensors have memory, and has to suffice for the launch."""
     for length, heads, batch in itertools.product(
         (300, 1024, 4096, 9000), ((8, 2), (16, 4), (32, 4), (8, 8)), (1, 3)
     ):

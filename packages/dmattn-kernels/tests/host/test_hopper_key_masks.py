@@ -1,4 +1,4 @@
-"""Which backward calls under a mask of keys Hopper's kernels compute, as lists or tile by tile."""
+"""Which backward calls with a key mask Hopper's kernels compute, over lists or tile by tile."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BLOCK = 128  # rows of a list
 
 
 def mask_plan_of(probe: ctypes.CDLL, kept: Any, length: int = 4096, **given: Any) -> Plan:
-    """Of a mask that is alike for all rows."""
+    """The plan of a backward with a mask that is the same for all rows."""
     fields: dict[str, Any] = {"batch": 2, "nheads": 16, "nheads_k": 4, "head_dim": 128}
     fields |= {"seqlen_q": length, "seqlen_k": length, "is_causal": 1, "mask": kept} | given
     gradients = fields.pop("gradients", "dq dk dv")
@@ -37,7 +37,8 @@ def mask_plan_of(probe: ctypes.CDLL, kept: Any, length: int = 4096, **given: Any
 @pytest.mark.parametrize(
     "length, nheads, nheads_k, head_dim, arch",
     [
-        # Copies of the list for each chunk of rows would take 1.1 of 1.3 GB, and 4.3 of 4.7.
+        # Copies of the list for each chunk of rows would take 1.1 of 1.3 GB of workspace, and 4.3
+        # of 4.7.
         (1 << 19, 1, 1, 64, 80),
         (1 << 20, 2, 2, 64, 80),
         (1 << 17, 1, 1, 64, 90),
@@ -108,7 +109,7 @@ def test_masks_of_single_heads(probe: ctypes.CDLL) -> None:
     found = mask_plan_of(probe, kept=mask(1, 16, 1, 4096))
     assert found["arch"] == 90 and found["per_group"] and not found["has_whole_items"]
     assert found["chunks.heads"] == 16 and found["dk_accum"]
-    # In a fixed order its chunks take turns, which each launch counts from zero.
+    # In a fixed order the chunks of rows take turns, which each launch counts from zero.
     fields = {"kept": mask(1, 16, 1, 4096), "deterministic": 1}
     plans = [mask_plan_of(probe, **fields, launch=(0, 0, g)) for g in range(4)]
     chunks = plans[0]["chunks.blocks"]
@@ -120,7 +121,7 @@ def test_masks_of_single_heads(probe: ctypes.CDLL) -> None:
 
 @pytest.mark.parametrize("head_dim", [128, 192])
 def test_masks_of_keys_in_a_fixed_order(probe: ctypes.CDLL, head_dim: int) -> None:
-    """Each chunk of rows has all keys that the mask keeps: they add to dk and dv one by one."""
+    """Each chunk of rows has all keys of the mask, so chunks add to dk and dv one by one."""
     found = mask_plan_of(probe, kept=mask(1, 1, 1, 4096), deterministic=1, head_dim=head_dim)
     assert found["arch"] == 90 and found["chunk_blocks"] > 0
     assert found["dq_semaphore"] and found["dkv_semaphore"] and not found["chunks.end"]
@@ -128,7 +129,7 @@ def test_masks_of_keys_in_a_fixed_order(probe: ctypes.CDLL, head_dim: int) -> No
 
 @pytest.mark.parametrize("causal", [0, 1])
 def test_masks_of_few_keys_are_walked_tile_by_tile(probe: ctypes.CDLL, causal: int) -> None:
-    """To list the keys, and to round their sums, would take longer."""
+    """Listing the keys, and rounding the sums of their gradients, would take longer."""
     kept = mask(2, 1, 1, 560)
     given = {"kept": kept, "length": 560, "nheads": 12, "nheads_k": 12, "is_causal": causal}
     plan = mask_plan_of(probe, **given)
@@ -148,7 +149,7 @@ def test_masks_of_few_keys_are_walked_tile_by_tile(probe: ctypes.CDLL, causal: i
 def test_tiles_with_all_rows(
     probe: ctypes.CDLL, own_lists: bool, batch: int, length: int, nheads_k: int, causal: int
 ) -> None:
-    """Many tiles of a mask's list have all rows each: dk and dv then take no sums."""
+    """If there are many tiles in a mask's list, each has all rows, and dk and dv need no sums."""
     mask_heads = nheads_k if own_lists else 1
     given = {"kept": mask(batch, mask_heads, 1, length), "is_causal": causal, "batch": batch}
     shape = {"batch": batch, "nheads": 16, "nheads_k": nheads_k, "head_dim": 128}
@@ -172,7 +173,7 @@ def test_tiles_with_all_rows(
             "chunks.tile_rows": plan["round.batches"] * mask_heads * tiles * 8,
             "used_rows": batch * mask_heads * 8,
         }
-        # Arrays of all rounds begin with the first one's share.
+        # Arrays that all rounds share begin with the part of the first round.
         if round == 0:
             spans = sorted(
                 (plan[name], plan[name] + sizes[name])
@@ -207,7 +208,7 @@ def test_tiles_of_padded_batches(
     head_dim: int,
     causal: int,
 ) -> None:
-    """The shapes of attention/test_padded.py that are there for tiles with all rows have some."""
+    """The shapes in attention/test_padded.py that should have tiles with all rows have some."""
     kept = mask(batch, 1, 1, seqlen_k)
     shape = {"batch": batch, "nheads_k": nheads_k, "head_dim": head_dim, "is_causal": causal}
     found = mask_plan_of(probe, kept, **shape, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
@@ -221,7 +222,7 @@ def test_tiles_of_padded_batches(
 def test_chunks_of_padded_batches(
     probe: ctypes.CDLL, batch: int, nheads: int, nheads_k: int, length: int, causal: int
 ) -> None:
-    """And those that are there for chunks have these."""
+    """The shapes in attention/test_padded.py that should have chunks of rows have such chunks."""
     shape = {"batch": batch, "nheads": nheads, "nheads_k": nheads_k, "is_causal": causal}
     found = mask_plan_of(probe, mask(batch, 1, 1, length), length, head_dim=72, **shape)
     assert found["arch"] == 90 and found["chunk_blocks"] > 0 and not found["has_whole_items"]
@@ -246,7 +247,7 @@ def test_small_calls_walk_the_tiles_of_a_mask_of_keys(
     causal: int,
     kept: tuple[int, int],
 ) -> None:
-    """Those of attention/test_masks.py that are there for hidden keys in tiles have such tiles."""
+    """So do the shapes in attention/test_masks.py that are there for hidden keys in tiles."""
     batch = 24 if kept[0] == 1 else kept[0]  # a mask that all 24 share, or one of each sequence
     shape = {"batch": batch, "nheads": heads[0], "nheads_k": heads[1], "head_dim": head_dim}
     shape |= {"seqlen_q": rows, "seqlen_k": keys, "is_causal": causal}
@@ -260,7 +261,10 @@ def test_small_calls_walk_the_tiles_of_a_mask_of_keys(
 def test_masks_of_keys_of_one_tile_need_no_sums_of_dq(
     probe: ctypes.CDLL, kept: tuple[int, int, int], head_dim: int, causal: int
 ) -> None:
-    """However many rows there are. Up to 64 columns and 256 rows the kernels for few keys, too."""
+    """However many rows there are.
+
+    The kernels for few keys, up to head_dim 64 and 256 rows, need no such sums, either.
+    """
     for length, batch in ((128, 40), (128, 1000), (66, 40)):
         sizes = (batch if kept[0] > 1 else 1, kept[1], length if kept[2] > 1 else 1, length)
         shape = {"batch": batch, "length": length, "nheads_k": 4, "head_dim": head_dim}
@@ -278,7 +282,7 @@ def test_masks_of_keys_of_one_tile_need_no_sums_of_dq(
         ({"gradients": "dk dv"}, TILED),
         ({"softcap": 5.0}, MASK_LIST),
         ({"length": 129}, TILED),
-        ({"seqlen_q": 300, "is_causal": 1}, TILED),  # rows that no key would be written for
+        ({"seqlen_q": 300, "is_causal": 1}, TILED),  # rows that see no key, whose dq nobody writes
     ],
 )
 def test_sums_of_dq_beside_masks_of_few_keys(
@@ -315,7 +319,7 @@ WIDE_FEW_KEYS = SMALL | {"length": 100, "head_dim": 192}
 def test_lists_of_small_calls(
     probe: ctypes.CDLL, shape: dict[str, int], more: dict[str, int], walk: int, causal: int
 ) -> None:
-    """To make lists and to round their sums takes launches, which such calls do without."""
+    """Making lists and rounding their sums takes launches, which most small calls do without."""
     kept = mask(shape["batch"], 1, 1, shape["length"])
     plan = mask_plan_of(probe, kept, **shape, **more, is_causal=causal)
     assert (plan["arch"], plan["walk"]) == (90, walk)

@@ -82,8 +82,8 @@ def test_what_they_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> Non
     assert bool(plan["terms.dk"]) == bool(plan["terms.dv"]) == kept_apart
     assert bool(plan["dk_accum"]) == bool(plan["dv_accum"]) == (not kept_apart)
     assert bool(plan["terms.dbias"]) == (kept_apart and "bias" in arguments)
-    assert not plan["per_group"]  # one launch has the keys' sums of all heads
-    # A power of two for plain logits; those with a bias stay in natural units.
+    assert not plan["per_group"]  # one launch adds up all heads for each key
+    # Plain logits are exponents of 2; logits with a bias stay in natural units.
     scales = (plan["lse_scale"], plan["rest_scale"])
     assert (scales[0] == 1) == ("bias" in arguments) == (scales[1] != 1)
     cleared = plan["scratch_zeros"] + plan["once_zero_bytes"] + plan["counter_zero_bytes"]
@@ -145,7 +145,7 @@ def test_lists_of_single_heads_have_launches_of_their_own(
     for g, plan in enumerate(plans):
         assert (plan["group_begin"], plan["group_end"]) == (g, g + 1)
         own = g * lists_of_group // 4
-        # As the list of a kv head is found, from where the launch's own lists begin.
+        # The kernel finds the list of a kv head from where the launch's own lists begin.
         assert plan["chunks.idx"] - first["chunks.idx"] == own * bytes_of_list
         assert plan["chunks.count"] - first["chunks.count"] == own * 4 * first["chunks.blocks"]
         assert plan["chunks.end"] - first["chunks.end"] == own * 4 * 4096
@@ -167,7 +167,7 @@ def test_heads_share_what_a_group_shares(probe: ctypes.CDLL) -> None:
         (1, 16, 4, 16384, 1024, 4),  # 32 steps over a block of 64 rows
         (1, 16, 4, 131072, 2048, 4),
         (1, 2, 1, 32768, 1024, 4),  # more would leave fewer than four items for each SM
-        (8, 16, 16, 4096, 256, 8),  # more rows than four times the keys that each of them keeps
+        (8, 16, 16, 4096, 256, 8),  # a chunk has at most four times as many rows as a row has keys
         (1, 16, 16, 16384, 1024, 16),  # as many rows as a chunk may have
         (1, 16, 1, 16384, 1024, 1),
         (1, 4, 2, 2048, 256, 1),
@@ -244,7 +244,7 @@ def test_single_chunk_writes_its_keys(
     if sole:
         assert plan["chunks.blocks"] == 1 and plan["chunks.block_rows"] >= length
         assert not plan["dk_accum"] and not plan["dv_accum"] and plan["dq_accum"]
-        assert not plan["terms.first"] and not plan["dkv_semaphore"]  # nor is there an order
+        assert not plan["terms.first"] and not plan["dkv_semaphore"]  # sums need no order
 
 
 @pytest.mark.parametrize("head_dim, blocks", [(128, 4), (136, 8), (256, 8)])
@@ -263,7 +263,7 @@ def test_rows_of_a_chunk_of_wide_heads(probe: ctypes.CDLL, head_dim: int, blocks
         (1, 2, 1, 32768, 1024, 64, 4, 1),
         (1, 16, 16, 16384, 1024, 128, 16, 2),
         (1, 16, 4, 16384, 4096, 128, 4, 4),
-        (1, 8, 1, 16384, 1024, 128, 8, 1),  # longer chunks: each key lies in fewer
+        (1, 8, 1, 16384, 1024, 128, 8, 1),  # longer chunks, so that each key lies in fewer of them
         (1, 16, 4, 131072, 2048, 128, 4, 4),
     ],
 )
@@ -306,7 +306,7 @@ ROW_ROUNDS = [
     (12, 1, 128, 20000, 2048, 2, 4),  # the last round has fewer row blocks
     (16, 1, 128, 32768, 1024, 2, 3),
     (16, 1, 128, 131072, 2048, 16, 3),
-    (2, 2, 64, 131072, 8192, 16, 6),  # and kv heads
+    (2, 2, 64, 131072, 8192, 16, 6),  # rounds of kv heads, too
 ]
 
 
@@ -324,8 +324,10 @@ def test_sums_kept_apart_in_rounds_of_rows(
     rounds: int,
     biased: bool,
 ) -> None:
-    """Each round adds up what its own chunks have, and hands on what it has of the keys that the
-    next one sees."""
+    """Each round adds up what its own chunks have, and hands on sums to the next round.
+
+    These are the sums of keys that the next round sees, too.
+    """
     shape = {"batch": 1, "nheads": nheads, "nheads_k": nheads_k, "head_dim": head_dim}
     shape |= {"seqlen_q": length, "seqlen_k": length}
     given: dict[str, Any] = {"deterministic": 1}
@@ -369,7 +371,7 @@ def test_sums_kept_apart_in_rounds_of_rows(
         handed_on = [plan[f"carried.to_{x}"] for x in ("dk", "dv")]
         rows_done += plan["round.row_blocks"] * plan["round.heads_k"]
     assert rows_done == -(-length // BLOCK) * nheads_k
-    # No more than calls without an order may take, where that is not very little.
+    # No more than calls without an order may take, or 68 MB.
     inputs = 2 * length * head_dim * (nheads + 2 * nheads_k)
     statistics = 4 * nheads * length * (2 if biased else 1)
     assert first["workspace_bytes"] + statistics <= max(1.5 * inputs, 68 << 20)
@@ -379,7 +381,7 @@ def test_sums_kept_apart_in_rounds_of_rows(
 def test_chunks_take_turns_where_there_is_no_room_to_keep_their_sums(
     probe: ctypes.CDLL, gradients: str
 ) -> None:
-    """Of many kept keys each lies in many chunks. Longer chunks wait less often."""
+    """If rows keep many keys, each key lies in many chunks. Longer chunks wait less often."""
     length = 131072
     given = key_bias(16, 4, length) if "dbias" in gradients else {}
     lengths = {"seqlen_q": length, "seqlen_k": length}
@@ -395,7 +397,7 @@ def test_chunks_take_turns_where_there_is_no_room_to_keep_their_sums(
 def test_arrays_do_not_overlap(
     probe: ctypes.CDLL, length: int, lists: tuple[int, int], deterministic: int
 ) -> None:
-    """In every round: they use the same memory, each for its own batches, heads and rows."""
+    """In every round: rounds use the same memory, each for its own batches, heads and rows."""
     shape = {"batch": 2, "nheads": 16, "nheads_k": 4, "head_dim": 128}
     shape |= {"seqlen_q": length, "seqlen_k": length}
     selection = abi.selection(length, length, 1024, *lists)
@@ -440,7 +442,7 @@ def test_arrays_do_not_overlap(
 def test_workspace_stays_below_one_and_a_half_inputs(
     probe: ctypes.CDLL, batch: int, nheads_k: int
 ) -> None:
-    """With the log-sum-exp that the forward keeps."""
+    """The limit includes the log-sum-exp that the forward keeps."""
     length = 16384
     shape = {"batch": batch, "nheads_k": nheads_k, "seqlen_q": length, "seqlen_k": length}
     plan = plan_of(probe, **shape)

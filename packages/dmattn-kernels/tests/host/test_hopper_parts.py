@@ -1,6 +1,7 @@
-"""Into how many parts Hopper's backward has tiles of keys fall, where the best number was measured.
+"""How many parts Hopper's backward cuts tiles of keys into, in calls whose best number is measured.
 
-Microseconds on an H200, bfloat16, with parts forced (docs/kernels/backward.md).
+The comments have microseconds on an H200, bfloat16, with the number of parts forced
+(docs/kernels/backward.md).
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def test_parts_beside_a_mask(probe: ctypes.CDLL, shape: Shape, parts: int) -> No
     ],
 )
 def test_few_parts_are_no_reason_for_others(probe: ctypes.CDLL, shape: Shape, keys: int) -> None:
-    """More parts would keep the thread blocks busy for longer, but take more time."""
+    """Hopper's kernels take them. More parts would keep thread blocks busy, but cost time."""
     assert plan_of(probe, shape, 1, seqlen_k=keys)["arch"] == 90
 
 
@@ -139,8 +140,9 @@ def test_few_parts_are_no_reason_for_others(probe: ctypes.CDLL, shape: Shape, ke
 def test_a_last_round_of_fewer_heads(
     probe: ctypes.CDLL, shape: Shape, causal: int, fields: dict[str, Any], parts: list[int]
 ) -> None:
-    """Its parts are of whole heads, or of as many shares of the rows of each. In a fixed order no
-    head has more than one.
+    """Its parts have whole heads, or all heads are cut into equally many shares of their rows.
+
+    In a fixed order no head is cut.
     """
     rounds = plan_of(probe, shape, causal, **fields)["rounds"]
     plans = [plan_of(probe, shape, causal, round=i, **fields) for i in range(rounds)]
@@ -153,8 +155,10 @@ def test_a_last_round_of_fewer_heads(
 )
 @pytest.mark.parametrize("sms", [1, 2, 78, 132])
 def test_any_number_of_sms(probe: ctypes.CDLL, shape: Shape, sms: int) -> None:
-    """Wide heads have clusters of two thread blocks: of one SM there is none, which once divided by
-    zero."""
+    """With one SM there is no cluster of two thread blocks, as wide heads have them.
+
+    That once led to a division by zero.
+    """
     batch, length, heads, heads_k, head_dim = shape
     fields = {"batch": batch, "nheads": heads, "nheads_k": heads_k, "head_dim": head_dim}
     for keys in (0, 1, 127, 4095):
@@ -166,7 +170,7 @@ def test_any_number_of_sms(probe: ctypes.CDLL, shape: Shape, sms: int) -> None:
 
 @pytest.mark.parametrize("dtype, kinds", [(BFLOAT16, [3, 4]), (FLOAT32, [3, 3])])
 def test_rows_of_dbias_may_be_apart(probe: ctypes.CDLL, dtype: int, kinds: list[int]) -> None:
-    """Two share each entry: rows that start on 16 bytes are added to by TMA, in 16 bits."""
+    """Two scores share each entry. In 16 bits TMA adds to rows that start on 16 bytes."""
     rows, size = 4095, 2 if dtype == BFLOAT16 else 4
     shape = (1, 16, rows, rows)
 

@@ -29,7 +29,7 @@ def plan_of(
 
 
 def by_tiles(plan: Plan) -> bool:
-    """Whether it takes the kernels for windows; if not, it reads the lists."""
+    """Whether the call takes the kernels for windows; if not, it reads the lists."""
     found = plan["walk"] == TILED
     assert plan["gathered"] != found and (plan["keys.idx"] == 0) == found
     return found
@@ -89,7 +89,7 @@ def test_forward_by_lists(probe: ctypes.CDLL, arguments: dict[str, Any]) -> None
 
 
 def test_few_rows_of_a_short_window(probe: ctypes.CDLL) -> None:
-    """Whether keys are split depends on those of the window, not on all of them."""
+    """Whether keys are split depends on the length of the window, not on the number of keys."""
     few = {"seqlen_q": 70, "nheads": 2, "nheads_k": 1}
     assert by_tiles(plan_of(probe, "fwd", window=200, **few))
     assert not by_tiles(plan_of(probe, "fwd", window=400, **few))
@@ -136,7 +136,7 @@ def test_a_window_of_all_keys_is_causality(probe: ctypes.CDLL, call: str) -> Non
 def test_backward(probe: ctypes.CDLL, arguments: dict[str, Any]) -> None:
     plan = plan_of(probe, "bwd", **arguments)
     assert by_tiles(plan) and plan["arch"] == 90 and plan["window"] == 1024
-    # The steps are announced, as with a mask, whose tiles have 64 rows at each head dimension.
+    # Steps are announced as with a mask, with which tiles have 64 rows at each head dimension.
     assert (plan["block_m"], plan["block_n"]) == (64, 128)
     assert not plan["mask.bits"] and not plan["dk_accum"] and plan["dq_accum"]
     items = 32 * plan["nheads_k"] * plan["num_splits"]
@@ -168,7 +168,7 @@ def test_backward_of_wide_heads(probe: ctypes.CDLL, head_dim: int, softcap: floa
 
 
 def test_items_of_a_window_are_alike(probe: ctypes.CDLL) -> None:
-    """So fewer of them keep the GPU busy than of a causal call, of which some are twice as long."""
+    """So fewer of them keep the GPU busy than in a causal call, where some are twice as long."""
     few = {"nheads": 4, "nheads_k": 4, "batch": 1}
     window = plan_of(probe, "bwd", **few)
     assert by_tiles(window) and window["arch"] == 90 and window["num_splits"] == 1

@@ -1,4 +1,4 @@
-"""How keys are joined and kept: the words of their copies, and the thread blocks."""
+"""How keys are joined and kept: the words in which they are copied, and the thread blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_blocks_cover_all_keys(plan: Probe) -> None:
     assert found["word_bytes"] == 16 and (found["k_words"], found["v_words"]) == (8, 16)
     assert (found["first_begin"], found["new_begin"], found["seqlen"]) == (36, 100, 200)
     assert 200 <= found["k_keys"] < 264 and found["score_blocks"] == 1
-    # 2048 words: 64 keys of 4 heads of 64 numbers, 32 of 128.
+    # A thread block copies 2048 words: 64 keys of 4 heads of 64 numbers, or 32 of 128 numbers.
     assert (found["k_blocks"], found["v_blocks"]) == (4, 7)
 
 
@@ -90,5 +90,5 @@ def test_segments_cover_all_keys(plan: Probe, keys: int, batch: int, sms: int) -
     segments, each = found["segments"], found["segment_keys"]
     assert each % 256 == 0 and (segments - 1) * each < keys <= segments * each
     assert found["positions"] == 0
-    # Four thread blocks an SM, where there are enough keys for them.
+    # Four thread blocks for each SM, if there are enough keys for them.
     assert segments * batch * 4 <= 4 * sms + batch * 4

@@ -1,4 +1,4 @@
-"""The items of Hopper's backward over lists: each tile once, with each of its heads once."""
+"""The items of Hopper's backward over lists contain each head of each tile exactly once."""
 
 from __future__ import annotations
 
@@ -30,8 +30,12 @@ def items_of(
     tail: tuple[int, int],
     heads: int,
 ) -> list[Item]:
-    """`tiles`: of the longest list of each chunk, in the order of items; None: as many as there is
-    room for. tail: how many of the chunks that come last, and the items of their tiles."""
+    """The items in the order in which they are taken.
+
+    tiles: for each chunk, in the order of items, the tiles of its longest list; None if all have as
+    many as there is room for. tail: how many of the last chunks have tiles that are several items,
+    and how many items each of these tiles is.
+    """
     rows = room[0] * room[1] if tiles is None else sum(tiles)
     before = None
     if tiles is not None:
@@ -55,7 +59,10 @@ def tiles_of_chunks(room: tuple[int, ...]) -> Iterator[list[int]]:
 
 
 def place_of(room: tuple[int, ...], place: int) -> tuple[int, int, int]:
-    """Tile, chunk as items come, and part: as find_list_item() in bwd_items.cuh reads a place."""
+    """Tile, chunk (in the order of items) and part of a place, as find_list_item() reads them.
+
+    That function is in bwd_items.cuh.
+    """
     room_tiles, chunks, all_parts, section_parts, sections = room
     of_part = room_tiles * chunks
     section = min(place // (section_parts * of_part), sections)

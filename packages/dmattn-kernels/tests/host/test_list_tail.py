@@ -1,4 +1,4 @@
-"""When Hopper's backward over lists is done, against thread blocks that take items one by one."""
+"""The estimated end of Hopper's backward over lists, against simulated thread blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 
 def simulated_end(blocks: int, durations: list[int]) -> int:
-    """Each thread block takes the next item when it is done with one."""
+    """The end of all items, if each thread block takes the next item when it is done with one."""
     free = [0] * blocks
     for duration in durations:
         heapq.heapreplace(free, free[0] + duration)

@@ -1,4 +1,4 @@
-"""Rows of a bias as one sequence, which Hopper's forward has TMA copy in eight classes."""
+"""Rows of a bias numbered as one sequence, which TMA copies as eight classes of rows on Hopper."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOST_ROWS = 1 << 30
 def number_rows(
     probe: ctypes.CDLL, strides: tuple[int, int, int], batch: int, heads: int, rows: int, keys: int
 ) -> tuple[int, int, int]:
-    """How many rows, from one head to the next, from one batch to the next."""
+    """The number of rows, and the rows from one head and from one batch to the next."""
     found = (ctypes.c_int64 * 3)()
     probe.probe_number_rows((ctypes.c_int64 * 3)(*strides), batch, heads, rows, keys, found)
     return found[0], found[1], found[2]
@@ -28,7 +28,7 @@ def number_rows(
         (2, 3, 5, 7, (3 * 8 * 9, 8 * 9, 9)),  # cut from 8 rows of 9 numbers
         (2, 3, 5, 7, (2 * 105, 35, 7)),  # every second batch
         (3, 2, 5, 7, (35, 3 * 35, 7)),  # batches within heads
-        (1, 3, 5, 7, (4, 35, 7)),  # of one batch, or head, the stride means nothing
+        (1, 3, 5, 7, (4, 35, 7)),  # the stride of a single batch, or head, means nothing
         (2, 1, 5, 7, (35, 4, 7)),
         (2, 3, 5, 1, (15, 5, 1)),
         (1, 1, 8, 7, (4, 4, 11)),

@@ -62,7 +62,7 @@ MANY |= {
 
 
 def test_more_blocks_than_32_bits_count_are_refused(plan: Probe) -> None:
-    """By kernels with blocks for the longest sequence in each of them; Hopper's own have fewer."""
+    """The sm80 kernels have blocks for max_seqlen in every sequence; Hopper's own have fewer."""
     heads = {"nheads": 1024, "nheads_k": 1024}  # of which the backward takes a part in each round
     for run, length, fields in (
         (plan.fwd, "max_seqlen_q", MANY),
@@ -119,7 +119,7 @@ def test_nothing_to_do(plan: Probe) -> None:
     ids=["key", "strided key", "row", "fp32 row", "expanded rows"],
 )
 def test_bias_kind(plan: Probe, bias: abi.Tensor, kind: int, col_stride: int) -> None:
-    """Only columns of a bias per key are counted through all sequences."""
+    """Only the columns of a bias for each key are numbered through all sequences."""
     for found in (plan.fwd(packed=True, bias=bias), plan.bwd(packed=True, bias=bias)):
         assert found["bias.kind"] == kind
         assert found["packing.bias_col_stride"] == col_stride
@@ -133,7 +133,7 @@ def test_bias_kind(plan: Probe, bias: abi.Tensor, kind: int, col_stride: int) ->
 def test_listed_keys_count_through_all_sequences(
     plan: Probe, bias: abi.Tensor, col_stride: int
 ) -> None:
-    """So does a bias per key; the columns of one per row are moved back."""
+    """So do the columns of a bias for each key; those of a bias with rows are moved back."""
     for found in (
         plan.fwd(packed=True, bias=bias, mask=KEY_MASK),
         plan.bwd(packed=True, bias=bias, mask=KEY_MASK),
@@ -180,7 +180,7 @@ SHAPES: list[dict[str, Any]] = [
 
 
 def array_bytes(found: Plan, heads: int, nheads: int) -> dict[str, int]:
-    """What each array has to hold at least, the longest length times the sequences nowhere."""
+    """The least size of each array; none has room for the longest length in every sequence."""
     sequences, total_q = found["packing.sequences"], found["packing.total_q"]
     total_k, block_m = found["packing.total_k"], found["block_m"]
     stats = nheads * (total_q // 128 + sequences) * 128 * 4
@@ -203,7 +203,7 @@ def array_bytes(found: Plan, heads: int, nheads: int) -> dict[str, int]:
 
 
 def check_arrays(full: dict[str, Any], found: Plan, heads: int) -> list[str]:
-    """Those in the workspace: none overlaps another, and those that start as zeros are cleared."""
+    """The arrays in the workspace, which do not overlap; those that start as zeros are cleared."""
     needed = array_bytes(found, heads, full["nheads"])
     arrays = [name for name in ARRAYS if found[name] >= WORKSPACE]
     spans = sorted((found[name], found[name] + needed[name], name) for name in arrays)
@@ -252,7 +252,7 @@ def test_arrays_do_not_overlap(
 
 
 def test_workspace_follows_the_total(plan: Probe) -> None:
-    """Not the longest sequence: one long one beside many short ones costs what its rows cost."""
+    """And not the longest sequence: one long sequence among short ones costs what its rows cost."""
     even = plan.bwd(packed=True, sequences=100, total_q=20000, total_k=20000, max_seqlen_q=200,
                     max_seqlen_k=200)  # fmt: skip
     ragged = plan.bwd(packed=True, sequences=100, total_q=20000, total_k=20000,
@@ -285,14 +285,14 @@ def test_dbias_kind(plan: Probe, bias: abi.Tensor, kind: int) -> None:
 
 
 def test_a_single_column_is_no_bias_per_row_of_scores(plan: Probe) -> None:
-    """Of shape (heads, total_q, 1), because no sequence has more than one key."""
+    """The shape is (heads, total_q, 1) because no sequence has more than one key."""
     sizes = {"total_k": 3, "max_seqlen_k": 1}
     found = plan.bwd(packed=True, gradients="dbias", bias=tensor((4, 500, 1)), **sizes)
     assert found["dbias_kind"] == DB_TILE and not found["dbias_rows_reduced"]
 
 
 def test_shared_deterministic_dbias_takes_a_launch_a_head(plan: Probe) -> None:
-    """Heads that share entries follow one another; sequences share none."""
+    """Launches of heads that share entries follow one another; sequences share no entries."""
     bias = tensor((1, 500, 400))
     arguments: dict[str, Any] = {"gradients": "dq dk dv dbias", "bias": bias, "deterministic": 1}
     first = plan.bwd(packed=True, **arguments)

@@ -242,7 +242,7 @@ def test_levels_of_caches_and_drafts(plan: Probe) -> None:
 
 
 def test_splits_of_each_block_of_rows_are_counted(plan: Probe) -> None:
-    """40 heads share a kv head: three blocks of 16 rows."""
+    """40 heads share a kv head, which makes three blocks of 16 rows."""
     found = plan.fwd(batch=3, seqlen_q=1, seqlen_k=16384, nheads=80, nheads_k=2)
     assert found["num_splits"] > 1 and found["blocks"] == 3 * 2 * 3 * found["num_splits"]
     assert found["out_accum"] - found["arrivals"] >= 8 * 3 * 2 * 3
@@ -250,9 +250,9 @@ def test_splits_of_each_block_of_rows_are_counted(plan: Probe) -> None:
 
 
 def test_a_step_from_a_cache_counts_heads_too(plan: Probe) -> None:
-    """A word for each head, whose last block writes the token, and one for each sequence.
+    """There is a word for each head, whose last block writes the token, and for each sequence.
 
-    However few splits there are, each leaves its results and its lowest entry in the workspace.
+    Even a single split leaves its results and its lowest entry in the workspace.
     """
     small = plan.cache()
     assert small["num_splits"] == 1 and small["arrivals"] == WORKSPACE
@@ -294,7 +294,7 @@ def test_a_draft_is_rows_of_its_tokens(plan: Probe) -> None:
 
 @pytest.mark.parametrize(("head_dim", "row_blocks"), [(64, 1), (128, 1), (256, 2)])
 def test_the_rows_of_a_draft_share_keys(plan: Probe, head_dim: int, row_blocks: int) -> None:
-    """Eight tokens of four heads each: one read of the keys, but at the widest heads."""
+    """Eight tokens of four heads read keys once, as one block of rows; wide heads have two."""
     rows = {name: tensor((8, 8, 8, head_dim)) for name in ("k_new", "v_new")}
     rows |= {name: tensor((8, 8, 32, head_dim)) for name in ("q", "out")}
     rows |= {name: tensor((8, 2048 + 32, 8, head_dim)) for name in ("k_cache", "v_cache")}
@@ -327,7 +327,7 @@ def test_division_by_a_prepared_number(probe: ctypes.CDLL, value: int) -> None:
 
 
 def test_launch_tags_differ(probe: ctypes.CDLL) -> None:
-    """And look random: a count that starts from one of them is not taken for another's."""
+    """Tags also look random, so that a count from one tag on is not taken for one from another."""
     probe.probe_launch_tag.restype = ctypes.c_uint64
     tags = sorted(probe.probe_launch_tag() for _ in range(1000))
     assert min(b - a for a, b in itertools.pairwise(tags)) > 2**16
@@ -519,7 +519,7 @@ def test_few_tiles_are_split(plan: Probe) -> None:
 
 def test_deterministic_splits_are_whole_heads(plan: Probe) -> None:
     arguments: dict[str, Any] = {"batch": 1, "seqlen_q": 8192, "seqlen_k": 128, "nheads": 8}
-    arguments["gradients"] = "dk dv"  # no dq_accum, so that the memory for four is there
+    arguments["gradients"] = "dk dv"  # without dq_accum there is memory for four splits
     assert plan.bwd(deterministic=1, **arguments)["num_splits"] == 4
     lists = mask(1, 1, 1, 128)
     assert plan.bwd(deterministic=1, mask=lists, **arguments)["max_splits"] == 4
@@ -557,7 +557,7 @@ def test_deterministic_shared_dbias_is_written_once_a_launch(
     per_head_k: bool,
     per_group: bool,
 ) -> None:
-    """Each launch reaches an entry at most once, and together they reach what they should."""
+    """Each launch adds to an entry at most once, and together they add all that they should."""
     bias = tensor((bias_batch, bias_heads, 128, 128))
     arguments: dict[str, Any] = {
         "gradients": "dq dk dv dbias",
@@ -587,7 +587,7 @@ def test_deterministic_shared_dbias_is_written_once_a_launch(
 
 
 def pairs_of(launch: Plan, first: Plan, bias: abi.Tensor) -> list[tuple[tuple[int, int], int]]:
-    """((batch, query head), index of its 128 x 128 entries in dbias) for all that a launch does."""
+    """((batch, query head), index of its 128 x 128 entries in dbias) for all heads of a launch."""
     found = []
     for b, hk in itertools.product(range(launch["batch"]), range(launch["nheads_k"])):
         for g in range(launch["group_begin"], launch["group_end"]):

@@ -1,4 +1,4 @@
-"""A call asks for its workspace and is launched: it is checked and planned once."""
+"""A call that asks for its workspace and is then launched is checked and planned once."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_threads_plan_for_themselves(probe: ctypes.CDLL) -> None:
 
 
 def test_a_remembered_plan_is_cheap(probe: ctypes.CDLL) -> None:
-    """Compiled without optimisation to speak of, and on any machine: a bound against accidents."""
+    """The bound only catches accidents: it has to hold on any machine, with little optimisation."""
     measure = probe.probe_planned_nanoseconds
     measure.restype = ctypes.c_double
     params = bwd_params(batch=2, seqlen_q=2048, seqlen_k=2048)

@@ -28,8 +28,10 @@ LONG = {"batch": 1, "seqlen_q": 16384, "seqlen_k": 16384, "nheads": 16, "head_di
 def test_workspace_stays_below_one_and_a_half_inputs(
     plan: Probe, batch: int, nheads_k: int, kind: str, head_dim: int, kernels: str
 ) -> None:
-    """Training with a key-only bias: the scratch beside inputs, outputs and gradients, with the
-    log-sum-exp and its rest that the forward keeps."""
+    """The scratch of training with a key-only bias, beside inputs, outputs and gradients.
+
+    The log-sum-exp and its rest, which the forward keeps, count as scratch, too.
+    """
     # Rounds over interval lists need more rows to keep the GPU busy.
     length = 262144 if kind == "selection" else 16384
     lengths = {"seqlen_q": length, "seqlen_k": length}
@@ -70,8 +72,11 @@ def test_large_sums_take_rounds(
 
 
 def test_rounds_of_one_kv_head_split_their_rows(plan: Probe) -> None:
-    """128 tiles fill 132 SMs badly. Sums go on from round to round: in slots if they are split for
-    certain, and in those of a list, which may be, by key."""
+    """128 tiles fill 132 SMs badly, so they are split. Sums go on from round to round.
+
+    They are kept in slots if tiles are certain to be split. For a list, whose tiles may be split or
+    not, they are kept by key.
+    """
     arguments = LONG | {"nheads_k": 1}
     found = plan.bwd(**arguments)
     assert found["num_splits"] == 4 and found["dk_slots"] and not found["dk_accum"]
@@ -94,7 +99,7 @@ def test_tiles_are_split_until_they_fill_the_gpu(plan: Probe, length: int, split
 def test_packed_sequences_share_out_their_heads(
     plan: Probe, nheads: int, nheads_k: int, round: tuple[int, int], deterministic: int
 ) -> None:
-    """All sequences in each round: their arrays cannot be taken apart between them."""
+    """Each round has all sequences, since their arrays cannot be cut between sequences."""
     arguments: dict[str, Any] = {"sequences": 5, "total_q": 20000, "total_k": 20000}
     arguments |= {"max_seqlen_q": 9000, "max_seqlen_k": 9000, "head_dim": 128}
     arguments |= {"nheads": nheads, "nheads_k": nheads_k, "deterministic": deterministic}
@@ -139,7 +144,7 @@ def test_dense_operands_do_not_count(plan: Probe, bias_heads: int) -> None:
 @pytest.mark.parametrize("seqlen_q", [1, 3, 70])
 @pytest.mark.parametrize("nheads_k", [1, 8])
 def test_many_short_sequences_take_few_rounds(plan: Probe, seqlen_q: int, nheads_k: int) -> None:
-    """Their rows are rounded up to whole blocks, which no number of rounds undoes."""
+    """Their rows are rounded up to whole blocks, which more rounds would not change."""
     found = plan.bwd(batch=9000, seqlen_q=seqlen_q, seqlen_k=50, nheads=8, nheads_k=nheads_k)
     assert 1 < found["rounds"] <= 8
 
@@ -149,11 +154,11 @@ def test_many_short_sequences_take_few_rounds(plan: Probe, seqlen_q: int, nheads
 def test_lists_take_rounds_where_tiles_could_not_be_split(
     plan: Probe, nheads: int, nheads_k: int, deterministic: int
 ) -> None:
-    """Four query heads a kv head: one round would fit, but leave no room to split tiles."""
+    """With four query heads for each kv head one round would fit, but without room for splits."""
     arguments = LONG | {"nheads": nheads, "nheads_k": nheads_k, "deterministic": deterministic}
     arguments["mask"] = mask(1, 1, 1, 16384)
     found = plan.bwd(**arguments)
-    if nheads_k == 1 and deterministic:  # rounds of heads of a group would not be split either
+    if nheads_k == 1 and deterministic:  # rounds of a group's heads would have no splits either
         assert found["rounds"] == 1
         return
     assert found["rounds"] == 2
@@ -197,7 +202,7 @@ def in_rounds_call(shape: dict[str, int], kind: str) -> dict[str, Any]:
 def test_rounds_cover_everything_once(
     plan: Probe, shape: dict[str, int], kind: str, deterministic: int
 ) -> None:
-    """Every row of every head in one launch of one round, and its sums within the round's share."""
+    """Every row of every head is in one launch of one round, its sums in the round's share."""
     arguments = in_rounds_call(shape, kind) | {"deterministic": deterministic}
     first = plan.bwd(**arguments)
     assert first["rounds"] > 1
@@ -239,7 +244,7 @@ def head_of(launch: Plan, first: Plan, b: int, h: int, call: dict[str, Any]) -> 
 
 
 def assert_sums(launch: Plan, first: Plan, b: int, h: int, call: dict[str, Any]) -> None:
-    """The kernel adds dq within the round's share, where the conversion looks for these rows."""
+    """The kernel adds to dq within the round's share, and there the conversion reads the rows."""
     bytes_of_block = 4 * first["block_m"] * first["dim_tile"]
     share = first["round.batches"] * first["round.heads_k"] * first["round.groups"]
     shift, unaligned = divmod(launch["dq_accum"] - first["dq_accum"], bytes_of_block)

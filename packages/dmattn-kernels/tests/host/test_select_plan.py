@@ -86,7 +86,7 @@ def test_short_sequences_take_neither_grid_nor_sets(plan: Probe) -> None:
 def test_segments_read_scores_as_they_are(
     plan: Probe, fields: dict[str, Any], reads_scores: bool
 ) -> None:
-    """A launch less, where each segment finds all keys before it side by side."""
+    """Segments that find adjacent, unmasked scores before them need no launch that orders these."""
     found = plan.select(**fields)
     assert found["reads_scores"] == reads_scores and bool(found["ord"]) == (not reads_scores)
     assert (found["workspace_bytes"] == 0) == reads_scores
@@ -102,7 +102,8 @@ def test_a_long_single_list_takes_one_launch_where_the_gpu_holds_it(
     assert found["one_launch"] and not found["ord"]
     assert not plan.select(sms=99, **arguments)["one_launch"]  # 4 x 25 blocks
     assert plan.select(sms=100, **arguments)["one_launch"]
-    # Up to 32768 keys one thread block each finds them where the GPU does not hold the others.
+    # Up to 32768 keys a thread block for each list finds them if the GPU does not have room for the
+    # 4 x 8 blocks of a single launch.
     short = call(1, 4, rows, 32768, 1024, causal)
     assert plan.select(sms=32, **short)["one_launch"]
     assert not plan.select(sms=31, **short)["grid_keys"]
@@ -123,17 +124,19 @@ def test_long_sequences_are_cut_by_sets(plan: Probe) -> None:
 @pytest.mark.parametrize(
     "fields, blocks, threads",
     [
-        # A thread block for each SM that can have one: 32, 256 / 2 and 4 * 128 / 4 of them.
+        # Segments just so long that there is no more than one thread block for each SM: 32 thread
+        # blocks, and then 128 in each case.
         (call(1, 1, 4096, 4096, 1024), 1, 512),
         (call(1, 8, 4096, 4096, 1024), 2, 512),
         (call(1, 8, 8192, 8192, 512), 4, 1024),
         (call(1, 1, 32768, 32768, 1024), 2, 1024),
         (call(1, 4, 16384, 16384, 1024), 4, 1024),
-        # Two, in segments as short as that allows: 22 for each of 12 lists.
+        # Where that is not possible, no more than two for each SM: 22 for each of 12 lists.
         (call(1, 12, 8192, 8192, 768), 3, 512),
         (call(1, 13, 8192, 8192, 768), 4, 512),
         (call(1, 32, 4096, 4096, 512), 4, 512),
-        # More than that: several an SM, as small as the candidates of the last segment allow.
+        # More thread blocks than that. They have as few threads as the keys that the last segment
+        # looks at allow.
         (call(8, 16, 4096, 4096, 256), 4, 256),
         (call(8, 16, 4608, 4608, 256), 4, 256),
         (call(8, 16, 4609, 4609, 256), 4, 512),
@@ -141,7 +144,8 @@ def test_long_sequences_are_cut_by_sets(plan: Probe) -> None:
         (call(1, 16, 32768, 32768, 1024), 4, 1024),
         (call(1, 4, 131072, 131072, 2048), 4, 512),
         (call(1, 4, 131072, 131072, 6144), 4, 512),
-        # Windows that do not fit shared memory, documents, single lists: kernels of their own.
+        # Windows that do not fit shared memory (unless there are fewer keys), documents and single
+        # lists have other kernels.
         (call(1, 4, 16384, 16384, 6145), 0, 0),
         (call(1, 4, 2000, 2000, 1 << 30), 1, 512),
         (call(1, 4, 16384, 16384, 1024, documents=3), 0, 0),
@@ -211,7 +215,7 @@ def test_arrays_do_not_overlap(plan: Probe, fields: dict[str, Any]) -> None:
     assert all(end <= start for (_, end), (start, _) in pairwise(spans))
     assert spans[0][0] >= WORKSPACE
     assert spans[-1][1] <= WORKSPACE + found["workspace_bytes"]
-    # What starts as zeros: the histogram, and the barriers of the single launch behind it.
+    # The histogram starts as zeros, and so do the barriers of a single launch behind it.
     if found["grid_keys"]:
         counted = "arrived" if found["one_launch"] else "hist"
         end = found["hist"] + found["zero_bytes"]
@@ -223,7 +227,7 @@ def test_arrays_do_not_overlap(plan: Probe, fields: dict[str, Any]) -> None:
 def test_key_lists_of_a_long_reach_summarise_the_ends(
     plan: Probe, reach: int, bytes_a_key: float
 ) -> None:
-    """One number for 32 keys, where a list may have to look at many."""
+    """There is one number for 32 keys then, as a list may have to look at many keys."""
     lists = abi.selection(65536, 65536, 256, batch=2, heads=4)
     found = plan.key_lists(seqlen_q=65536, reach=reach, selection=lists)
     assert found["workspace_bytes"] == 8 * 65536 * bytes_a_key

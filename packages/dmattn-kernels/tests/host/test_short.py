@@ -60,11 +60,11 @@ def k_like(**view: Any) -> abi.Tensor:
     return tensor((2, 61, 2, 64), **view)
 
 
-# Elements from row to row that leave some rows off 16 bytes.
+# Strides by which some rows do not start on 16 bytes.
 ODD_Q = (60 * 260, 260, 64, 1)
 ODD_K = (61 * 132, 132, 64, 1)
 
-# What both directions take or leave.
+# Calls that the kernels for few keys take, forward and backward; and calls that they leave.
 TAKEN: dict[str, dict[str, Any]] = {
     "plain": {},
     "two rows": {"seqlen_q": 2},
@@ -124,7 +124,7 @@ def test_which_calls_are_short(
     found = plan.fwd(kernels, SMS, **arguments), plan.bwd(kernels, SMS, **arguments)
     assert [each["short"] for each in found] == [short, short]
     for each in found if short else ():
-        # The shape is one for all chips; sm89 and sm90 have no others.
+        # All chips have the same kernels, with one tile shape.
         assert (each["arch"], each["dim_tile"], each["workspace_bytes"]) == (80, 64, 0)
         is_plain = not {"bias", "mask"} & fields.keys() and fields.get("softmax_scale", 1.0) > 0
         assert each["level"] == (PLAIN if is_plain else GENERAL)
@@ -132,7 +132,10 @@ def test_which_calls_are_short(
 
 @pytest.mark.parametrize("heads, short", [(1, 1), (2, 1), (4, 0)])
 def test_a_group_shares_the_keys_that_are_cleared(plan: Probe, heads: int, short: int) -> None:
-    """What a mask hides from all rows may hold NaN, and becomes zeros in the tile of a kv head."""
+    """Keys that a mask hides from all rows may hold NaN, and become zeros in the tile of a kv head.
+
+    So all heads of a group have to share such a mask in the backward.
+    """
     hides = mask(2, heads, 1, 61)
     assert plan.fwd(SM90, SMS, **SMALL, mask=hides)["short"]
     assert plan.bwd(SM90, SMS, **SMALL, mask=hides)["short"] == short
@@ -147,14 +150,14 @@ def test_the_backward_is_for_more_keys(
 ) -> None:
     arguments = SMALL | fields | {"seqlen_k": keys}
     assert plan.bwd(SM80, SMS, **arguments)["short"] == short
-    # Hopper has another kernel for all keys of a head, of more than 64.
+    # For more than 64 keys Hopper has another kernel, of which a tile has all keys of a head.
     stores_dq = keys > 64 and "gradients" not in fields
     assert plan.bwd(SM90, SMS, **arguments)["short"] == (0 if stores_dq else short)
     narrow = arguments | {"head_dim": 32}
     assert plan.bwd(SM90, SMS, **narrow)["short"] == short
     hidden = arguments | {"mask": mask(2, 1, 1, keys)}
     assert plan.bwd(SM90, SMS, **hidden)["short"] == short
-    # With a mask if there is enough to do.
+    # With a mask Hopper's other kernel is used if there is enough to do.
     many = hidden | {"batch": 40, "mask": mask(40, 1, 1, keys)}
     assert plan.bwd(SM80, SMS, **many)["short"] == short
     assert plan.bwd(SM90, SMS, **many)["short"] == (0 if stores_dq else short)
@@ -169,7 +172,7 @@ def test_the_backward_is_for_more_keys(
 def test_wide_scores_leave_no_room_for_more(
     plan: Probe, letters: str, keys: int, head_dim: int, short: int
 ) -> None:
-    """More than 64 keys and 32 channels: no bias, and no mask but that of the keys."""
+    """With more than 64 keys and head_dims above 32: no bias, and no mask except a key mask."""
     name, axes = letters.split()
     extents = zip(axes, (2, 4, 60, keys), strict=True)
     shape = tuple(1 if axis == "1" else extent for axis, extent in extents)
@@ -212,12 +215,12 @@ def test_parts_of_keys_are_for_other_kernels(plan: Probe, num_splits: int, short
         ({"seqlen_q": 256, "nheads_k": 4}, 1, 1),
         ({"seqlen_q": 257, "nheads_k": 4}, 1, 0),
         ({"seqlen_q": 5000}, 1, 0),
-        # Tiles of rows over all heads of a group: 4 of them.
+        # At most 4 tiles of rows, counted over all heads of a group.
         ({"seqlen_q": 64, "nheads": 4, "nheads_k": 1}, 1, 1),
         ({"seqlen_q": 65, "nheads": 4, "nheads_k": 1}, 1, 0),
         ({"seqlen_q": 65, "nheads": 2, "nheads_k": 1}, 1, 1),
         ({"seqlen_q": 64, "nheads": 5, "nheads_k": 1}, 1, 0),
-        # More of them where kv heads are enough by themselves: two for three SMs.
+        # More of them, if there are kv heads enough for the GPU: two for three SMs.
         ({"seqlen_q": 65, "nheads": 16, "nheads_k": 1, "batch": 88}, 1, 1),
         ({"seqlen_q": 65, "nheads": 16, "nheads_k": 1, "batch": 87}, 1, 0),
         ({"seqlen_q": 257, "batch": 2 * SMS}, 1, 0),
@@ -298,13 +301,13 @@ def test_gradients_of_the_bias(
     bias = tensor(shape, dtype)
     found = plan.bwd(SM90, SMS, gradients=wanted, bias=bias, **arguments)
     assert found["short"] == (kind is not None)
-    # It is read all the same where it has no gradient.
+    # Without a gradient any such bias is taken.
     assert plan.bwd(SM90, SMS, gradients="dq dk dv", bias=bias, **arguments)["short"]
     if kind is None:
         return
     assert found["dbias_kind"] == kind and found["level"] == GENERAL
     assert not found["dbias_cols_reduced"] and not found["dbias_rows_reduced"]
-    # Sums apart from the gradient have rows that start on 16 bytes.
+    # If sums are apart from the gradient, their rows start on 16 bytes.
     is_apart = kind == DB_ACCUM and dtype != FLOAT32
     strides = contiguous((*shape[:3], 64 if is_apart else 61))
     assert found["dbias_row_stride"] == strides[2]
@@ -314,7 +317,7 @@ def test_gradients_of_the_bias(
 
 
 def check_dbias_memory(found: Plan, element_bytes: int) -> None:
-    """Sums start as zeros, and are of fp32: dbias itself, or the workspace before it."""
+    """Sums are in fp32 and start as zeros; they lie in dbias itself, or in the workspace."""
     entries = found["dbias_elements"]
     sum_bytes = 4 * entries
     if found["dbias_kind"] == DB_ACCUM and element_bytes == 2:
@@ -342,7 +345,7 @@ def shared_bias(sizes: dict[str, Any], dtype: int = BFLOAT16) -> abi.Tensor:
 
 @pytest.mark.parametrize("kernels", SETS)
 def test_a_block_for_each_batch(plan: Probe, kernels: str) -> None:
-    """Unless there is something to share."""
+    """Unless batches share a bias."""
     sizes = WINDOWS | {"seqlen_q": 130}
     own = tensor((2048, 3, 130, 49))
     heads_share = tensor((2048, 1, 49, 49))
@@ -360,8 +363,8 @@ def test_a_block_for_each_batch(plan: Probe, kernels: str) -> None:
 @pytest.mark.parametrize("kernels", SETS)
 @pytest.mark.parametrize(
     "head_dim, forward, backward",
-    # An SM has six blocks of the forward or five, and four of the backward or three, of 3 heads:
-    # 264, 220, 176 and 132 slices at most, of 8, 10, 12 and 16 batches.
+    # By head_dim an SM has six or five blocks of the forward, and four or three of the backward.
+    # With 3 heads that makes 264, 220, 176 and 132 slices at most, of 8, 10, 12 and 16 batches.
     [(32, 256, 171), (64, 205, 128)],
 )
 def test_blocks_that_share_a_bias_take_several_batches(
@@ -380,14 +383,14 @@ def test_blocks_that_share_a_bias_take_several_batches(
 
 
 def test_blocks_of_more_than_a_tile_have_a_batch_each(plan: Probe) -> None:
-    """In the backward; the forward has a block for each tile."""
+    """That is so in the backward; the forward has a block for each tile."""
     rows = WINDOWS | {"seqlen_q": 192, "nheads": 6}
     assert plan.fwd(SM90, SMS, bias=shared_bias(rows), **rows)["slices"] == 44
     for more in ({"seqlen_q": 65}, {"nheads": 6}, {"seqlen_k": 65}):
         sizes = WINDOWS | more
         found = plan.bwd(SM90, SMS, bias=shared_bias(sizes), **sizes)
         assert found["short"] and (found["slices"], found["level"]) == (2048, GENERAL)
-    # Gradients of the batches' own are not summed.
+    # If each batch has a gradient of its own, nothing is summed over batches.
     expanded = tensor((2048, 3, 49, 49), stride=(0, 49 * 49, 49, 1))
     found = plan.bwd(SM90, SMS, gradients="dq dbias", bias=expanded, **WINDOWS)
     assert (found["dbias_kind"], found["slices"], found["level"]) == (DB_TILE, 2048, GENERAL)
@@ -417,9 +420,9 @@ def test_no_slice_is_empty_or_longer_than_need_be(
 
 
 def operands(like: dict[str, abi.Tensor]) -> tuple[dict[str, abi.Tensor], dict[str, int]]:
-    """These at addresses and with strides of their own, and what the probe has to say of them.
+    """Tensors like these with different addresses and strides, and what the probe should find.
 
-    Rows of all but the mask are apart from each other.
+    All of their rows are apart from each other.
     """
     placed, wanted = {}, {}
     for i, (name, view) in enumerate(like.items()):

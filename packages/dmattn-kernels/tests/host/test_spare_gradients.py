@@ -47,7 +47,7 @@ def plan_of(
     [*itertools.product(CALLS, SUBSETS), ("bias", "dbias"), ("bias for each key", "dbias")],
 )
 def test_all_are_computed(probe: ctypes.CDLL, call: str, gradients: str) -> None:
-    """Which is faster than a kernel for older chips that leaves some of them out."""
+    """Computing all is faster than a kernel for older chips that leaves some of them out."""
     whole = plan_of(probe, "dq dk dv", **CALLS[call])
     plan = plan_of(probe, gradients, **CALLS[call])
     assert plan["arch"] == whole["arch"] == 90
@@ -60,7 +60,7 @@ def test_all_are_computed(probe: ctypes.CDLL, call: str, gradients: str) -> None
 @pytest.mark.parametrize("head_dim", [72, 128, 256])
 @pytest.mark.parametrize("gradients", SUBSETS)
 def test_where_they_go(probe: ctypes.CDLL, head_dim: int, gradients: str) -> None:
-    """Those of keys and values have a place of their own in the workspace, row by row."""
+    """Spare dk and dv have places of their own in the workspace, row after row."""
     plan = plan_of(probe, gradients, head_dim=head_dim)
     shape = {"batch": BATCH, "seqlen_q": LENGTH, "seqlen_k": LENGTH, "head_dim": head_dim}
     shape |= {"nheads": NHEADS, "nheads_k": NHEADS_K}

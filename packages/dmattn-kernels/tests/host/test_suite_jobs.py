@@ -1,4 +1,4 @@
-"""How the GPU suite spreads its processes, and goes on later, which needs no GPU to be seen."""
+"""How the GPU suite shares out its processes and is continued later; this needs no GPU."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_single_gpu_stays_what_it_is(
         ("RuntimeError: cuMemAlloc_v2 failed with CUDA error 2", 1, True),
         ("launching the backward kernel: out of memory", 1, True),
         ("Error: process didn't terminate successfully", 9, True),
-        ("ERROR SUMMARY: 3 errors", 66, False),  # which another try might not find
+        ("ERROR SUMMARY: 3 errors", 66, False),  # another try might not find these
         ("CUDA error 700", 1, False),
         ("ERROR SUMMARY: 0 errors\nfinished 5 launches, 0 wrong", 0, False),
     ],
@@ -74,7 +74,7 @@ def test_a_test_is_taken_once_and_given_back_if_time_stopped_its_worker(tmp_path
 
 
 def test_no_more_than_so_many_have_a_place(tmp_path: Path) -> None:
-    """As large tests do on a GPU, in processes of their own: here two of four threads at a time."""
+    """Processes wait like this to run a large test; here two of four threads have a place."""
     here, most = [0], [0]
     count = threading.Lock()
 

@@ -39,7 +39,7 @@ def test_the_module_prints_where_things_are() -> None:
 
 
 def test_which_versions_are_found(tmp_path: Path) -> None:
-    """Requests around the version of this wheel: the same series, at most as new."""
+    """find_package accepts requests for the series of this wheel that are not newer than it."""
     major, minor, patch = (int(part) for part in dmattn_kernels.version().split("."))
     series, version = f"{major}.{minor}", f"{major}.{minor}.{patch}"
     newer = f"{major}.{minor}.{patch + 1}"
@@ -73,7 +73,7 @@ def test_which_versions_are_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("prefix", ["folder of the package", "folder of all packages"])
 def test_a_moved_package_is_found_by_prefix(prefix: str, tmp_path: Path) -> None:
-    """Nothing in it remembers where it was built; what is linked with it finds it at run time."""
+    """It holds no path of where it was built, and programs linked with it find it at run time."""
     package = tmp_path / "elsewhere" / "dmattn_kernels"
     shutil.copytree(dmattn_kernels.library_path().parent, package)
     # Prints which file the loader took.

@@ -1,4 +1,4 @@
-"""Wrong arguments, through C and through Python: all found before a device is looked for."""
+"""Wrong arguments, through C and through Python: all are found before a GPU is looked for."""
 
 from __future__ import annotations
 
@@ -337,7 +337,7 @@ def test_cache_append(
     assert found == status
 
 
-# Of a draft and of its commit.
+# Wrong fields that a draft and its commit have in common; then those of one of them.
 WRONG_DRAFT: list[tuple[dict[str, object], int, str]] = [
     ({"reserved": 1}, abi.INVALID_VALUE, "reserved is 1"),
     ({"k_cache": tensor((2, 66, 4, 64))}, abi.INVALID_VALUE, "v_cache has shape (2, 72, 4, 64)"),
@@ -537,7 +537,7 @@ def test_structs_of_other_versions(library: ctypes.CDLL) -> None:
     longer = _Longer(known=fwd_params())
     longer.known.struct_size = ctypes.sizeof(_Longer)
     pointer = ctypes.cast(ctypes.byref(longer), ctypes.POINTER(abi.FwdParams))
-    longer.known.num_splits = 500  # reached only when the tail of zeros was accepted
+    longer.known.num_splits = 500  # checked only after the unknown fields, all 0, are accepted
     assert library.dmattn_fwd(pointer, None, 0, None) == abi.INVALID_VALUE
     assert b"num_splits is 500" in library.dmattn_last_error()
     longer.unknown[1] = 1
@@ -551,7 +551,7 @@ def test_structs_of_other_versions(library: ctypes.CDLL) -> None:
 
 
 def test_selections_of_callers_that_know_no_documents(library: ctypes.CDLL) -> None:
-    """What lies behind their struct is not read."""
+    """Callers whose struct ends before cu_seqlens: what lies behind it in memory is not read."""
     older = abi.select_params(cu_seqlens=tensor((0,), FLOAT32), device=63)
     assert size(library, older)[0] == abi.INVALID_DTYPE
     older.struct_size = abi.SelectParams.cu_seqlens.offset

@@ -1,4 +1,4 @@
-"""Tensors of a framework, read through DLPack's C exchange interface; the framework is made up."""
+"""Tensors of a made-up framework, read through DLPack's C exchange interface."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def describe(tensor: Framework, to: ctypes._Pointer[DlTensor]) -> int:
 
 
 class Framework:
-    """A tensor of a framework with the interface, of version 1."""
+    """A tensor of a framework that has the interface, in version 1."""
 
     api: ClassVar = Api(1, 3, None, (ctypes.c_void_p * 3)(), describe, None)
     __dlpack_c_exchange_api__: ClassVar = capsule(api)
@@ -100,7 +100,7 @@ class Child(Framework):
 
 
 class Later(Framework):
-    """Of a version that we do not know, with one that we know behind it."""
+    """A table of functions in a version that we do not know; it points to one that we know."""
 
     api: ClassVar = Api(
         2, 0, ctypes.addressof(Framework.api), (ctypes.c_void_p * 3)(), DESCRIBE(), None
@@ -125,7 +125,7 @@ def test_types_that_can_be_read() -> None:
 
 
 def test_types_are_not_kept_without_end() -> None:
-    """A program that makes types as it goes can drop them again, and all of them are read."""
+    """Types that a program creates can be freed again, and tensors of all of them are read."""
 
     def read_by_a_new_type() -> weakref.ref[type]:
         class Passing(Framework):
@@ -144,14 +144,14 @@ def test_types_are_not_kept_without_end() -> None:
 def params(
     make: Callable[..., Framework] = Framework, **changed: Framework
 ) -> dmattn_kernels.FwdParams:
-    """A forward whose tensors all come from a framework."""
+    """A forward call whose tensors all come from a framework."""
     tensors: dict[str, object] = {"q": make(Q), "k": make(K), "v": make(K), "out": make(Q)}
     return module_params(**(tensors | {"lse": make(LSE, None, (FLOAT, 32))} | changed))
 
 
 @pytest.mark.parametrize("kind", [Framework, Child, Later])
 def test_shapes_strides_and_dtypes_arrive(kind: type[Framework]) -> None:
-    """Seen by what the library says of wrong ones."""
+    """The library's errors about wrong ones show that they arrive."""
     for changed, words in (
         ({"k": kind((2, 127, 2, 64))}, r"v has shape \(2, 128, 2, 64\); wanted \(2, 127, 2, 64\)"),
         ({"q": kind(Q, (9999, 512, 128, 2))}, r"q has strides \(9999, 512, 128, 2\)"),
@@ -204,7 +204,7 @@ def test_a_refusal_of_the_framework_is_an_error() -> None:
 
 
 class Signed(Framework):
-    """Which knows views with another sign, as torch does."""
+    """A tensor of a framework that has views with a flipped sign, as torch has."""
 
     negative = False
 

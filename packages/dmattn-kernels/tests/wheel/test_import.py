@@ -16,7 +16,7 @@ from conftest import PACKAGE, compiler
 
 
 def run_without_gpu(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """In a process that sees no GPU even where there is one."""
+    """Run code in a process that sees no GPU, even on a machine that has one."""
     return subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""} | environment,
@@ -71,7 +71,7 @@ def test_versions_agree() -> None:
 
 
 def test_another_library_of_the_same_name_is_refused(tmp_path: Path) -> None:
-    """One that the process has loaded already: the loader goes by the name."""
+    """If the process has already loaded one, the loader takes it, since it goes by the name."""
     names = (PACKAGE / "cmake" / "exported_symbols.txt").read_text().split()
     others = [name for name in names if name != "dmattn_abi_version"]
     (tmp_path / "other.c").write_text(

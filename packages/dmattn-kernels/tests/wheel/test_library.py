@@ -63,8 +63,8 @@ def test_module_finds_the_library_next_to_it(library_path: Path) -> None:
 def test_every_declared_architecture_is_present(elf: Library, architectures: list[str]) -> None:
     code = elf.cuda_code()
     assert {name for name, _ in code} == set(architectures)
-    # Each source file contributes one piece per architecture, but code that only one architecture
-    # runs (sm_90a) comes from the units of that one alone.
+    # Each source file contributes one piece of code for each architecture, except for code that
+    # runs on one architecture only (sm_90a): that comes from the units of this architecture alone.
     general = [name for name in architectures if not name.endswith("a")]
     counts = {name: sum(found == name for found, _ in code) for name in general}
     assert len(set(counts.values())) == 1, counts
@@ -117,7 +117,7 @@ def test_every_unit_reports_its_registers(library_path: Path, architectures: lis
 
 
 def test_no_spills_but_the_allowed(library_path: Path) -> None:
-    """tests/allowed_spills.toml names the kernels that may, and why."""
+    """tests/allowed_spills.toml names the kernels that may spill, and why."""
     allowed = tomllib.loads((PACKAGE / "tests" / "allowed_spills.toml").read_text())["allowed"]
     assert all(entry["reason"] for entry in allowed)
     offenders = []

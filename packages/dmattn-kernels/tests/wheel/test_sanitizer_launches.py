@@ -39,7 +39,11 @@ def test_every_choice_of_launches_names_some(
 
 
 def test_lists_of_hopper_reach_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows over lists: every width of a last tile, no keys, and lists one after the other."""
+    """All launches over lists are calls of attention, with and without a bias.
+
+    Both kinds have some with more row blocks than an H200 has SMs, so that a thread block passes
+    from one list to the next.
+    """
     monkeypatch.setenv(FAMILY_VARIABLE, "sm90")
     own = [
         launch
@@ -53,7 +57,7 @@ def test_lists_of_hopper_reach_its_kernels(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def few_keys(family: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, Launch]]:
-    """What a family launches over few keys."""
+    """The launches of a family over few keys: dtype, head_dim, launch."""
     monkeypatch.setenv(FAMILY_VARIABLE, family)
     return [
         (dtype, head_dim, launch)
@@ -63,7 +67,10 @@ def few_keys(family: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, in
 
 
 def fits_few_keys(head_dim: int, x: Launch) -> bool:
-    """As in src/host/plan/short.cpp: others run, but on other kernels."""
+    """Whether the kernels for few keys compute it, as src/host/plan/short.cpp decides.
+
+    Other kernels compute the launches that they do not.
+    """
     if x.seqlen_q == 1 or x.seqlen_k > 128 or head_dim > 64 or x.softcap or x.skip or x.splits:
         return False
     if x.mask[2:3] == "1" and x.mask[1] == "h" and x.nheads > x.nheads_k and x.wants:
@@ -72,7 +79,7 @@ def fits_few_keys(head_dim: int, x: Launch) -> bool:
         return x.seqlen_k <= 64
     if x.seqlen_k > 64 and head_dim > 32 and (x.bias or x.mask[2:3] == "q"):
         return False
-    if -(-x.seqlen_q // 64) * (x.nheads // x.nheads_k) > 4:  # there are few thread blocks
+    if -(-x.seqlen_q // 64) * (x.nheads // x.nheads_k) > 4:  # too many for so few thread blocks
         return False
     has_sums = "b" in x.wants and bool(x.bias) and x.bias[:2] != "bh"
     sums_fit = x.seqlen_q <= 64 and not x.deterministic
@@ -86,7 +93,7 @@ def test_few_keys_reach_each_of_their_kernels(monkeypatch: pytest.MonkeyPatch) -
     for dtype, head_dim, x in few_keys("sm80", monkeypatch):
         assert fits_few_keys(head_dim, x), x.name
         is_single = x.seqlen_q <= 64 and x.nheads == x.nheads_k and x.seqlen_k <= 64
-        # More thread blocks than an H200 has places for.
+        # More thread blocks than an H200 runs at a time.
         has_many = x.batch * x.nheads * -(-x.seqlen_q // 64) > 6 * 132 and x.bias.startswith("1")
         changes = bool(x.bias or x.mask)
         kind = dtype, head_dim > 32

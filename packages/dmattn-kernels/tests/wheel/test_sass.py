@@ -1,4 +1,4 @@
-"""The machine code for Hopper: what loops are made of, and that kernels that start early wait."""
+"""The machine code for Hopper: what loops consist of, and that kernels that start early wait."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def test_every_kind_of_kernel_is_found(hopper_kernels: list[sass.Kernel]) -> Non
 
 
 def test_products_are_computed_by_wgmma_alone(hopper_kernels: list[sass.Kernel]) -> None:
-    """In one innermost loop at least, where there are at most three: whole tiles, and cut ones.
+    """A kernel has one to three innermost loops of products: for whole tiles and for cut ones.
 
-    Those that a window cuts come before and behind the whole ones.
+    Tiles that a window cuts come both before and behind the whole tiles.
     """
     for kernel in hopper_kernels:
         opcodes = {x.opcode for x in kernel.instructions}
@@ -37,7 +37,7 @@ def test_products_are_computed_by_wgmma_alone(hopper_kernels: list[sass.Kernel])
 
 
 def test_loops_leave_local_memory_alone(hopper_kernels: list[sass.Kernel]) -> None:
-    """tests/allowed_spills.toml names those that do not, and why."""
+    """tests/allowed_spills.toml names the loops that may access local memory, and why."""
     allowed = tomllib.loads((PACKAGE / "tests" / "allowed_spills.toml").read_text())
     entries = allowed["allowed_in_loop"]
     assert all(entry["reason"] for entry in entries)
@@ -61,7 +61,7 @@ def test_loops_leave_local_memory_alone(hopper_kernels: list[sass.Kernel]) -> No
 
 
 def test_products_are_not_waited_for_one_by_one(hopper_kernels: list[sass.Kernel]) -> None:
-    """Where ptxas serializes them, each is followed by a wait for all that are under way."""
+    """If ptxas serializes products, it puts a wait for all that are under way behind each one."""
     for kernel in hopper_kernels:
         for loop in kernel.product_loops():
             inside = [kernel.instructions[n] for n in sorted(loop)]
@@ -77,7 +77,7 @@ def test_products_are_not_waited_for_one_by_one(hopper_kernels: list[sass.Kernel
 def test_output_is_waited_for_in_the_softmax(
     hopper_kernels: list[sass.Kernel], head_dim: int, mode: str
 ) -> None:
-    """Not before it, where the compiler has it without stay_behind(); nor at its end.
+    """The wait is not before the softmax, as it would be without stay_behind(), nor at its end.
 
     docs/kernels/forward.md says what that gains.
     """
@@ -95,7 +95,10 @@ def test_output_is_waited_for_in_the_softmax(
 
 
 def test_usual_decoding_is_small(library: ctypes.CDLL, library_path: Path) -> None:
-    """What other kernels have displaced comes from memory: a kernel of 143 KB took 10 us longer."""
+    """Code that other kernels have displaced from caches is read from memory again.
+
+    A kernel of 143 KB took 10 us longer for that.
+    """
     if "sm_90" not in library.dmattn_architectures().decode().split(","):
         pytest.skip("the library holds no code for sm_90")
     sizes = {
@@ -106,19 +109,20 @@ def test_usual_decoding_is_small(library: ctypes.CDLL, library_path: Path) -> No
     assert sizes and max(sizes.values()) <= 80 << 10, sizes
 
 
-# Of global memory, and of the copies to and from it.
+# Instructions that access global memory, and those that copy to it or from it.
 MEMORY = {"LD", "LDG", "ST", "STG", "ATOM", "ATOMG", "RED", "REDG", "LDGSTS", "UBLKCP", "UBLKRED"}
 COPIES = ("UTMALDG", "UTMASTG", "UTMAREDG")
-# Launched plainly, as its thread blocks run together.
+# Kernels that are not launched early: this one has a cooperative launch.
 IN_TURN = ("select_launch_kernel",)
 
 
 def test_kernels_that_start_early_wait_first(
     library: ctypes.CDLL, library_path: Path, hopper_kernels: list[sass.Kernel]
 ) -> None:
-    """Before anything of global memory: see src/kernels/shared/early_start.cuh.
+    """They wait before they access global memory: see src/kernels/shared/early_start.cuh.
 
-    The compiler may not move a load over the wait, but `__ldg` says that nothing writes there.
+    The compiler may not move an ordinary load to before the wait. But `__ldg` tells it that nothing
+    writes to that memory, so that it may move such a load.
     """
     assert "sm_90" in library.dmattn_architectures().decode().split(",")
     helpers = list(sass.kernels(library_path, "sm_90.cubin", "_GLOBAL__N_"))
@@ -136,9 +140,10 @@ def test_kernels_that_start_early_wait_first(
 
 
 def test_drafts_read_ahead_past_the_l1_cache(library: ctypes.CDLL, library_path: Path) -> None:
-    """Before the wait only queries, keys and values: an L1 cache may have what lay there before.
+    """Decode kernels of drafts read queries, keys and values before the wait, past the L1 cache.
 
-    See run() in src/kernels/attention/sm80/decode_kernel.cuh.
+    An L1 cache may still hold what lay there before. See run() in
+    src/kernels/attention/sm80/decode_kernel.cuh.
     """
     assert "sm_90" in library.dmattn_architectures().decode().split(",")
     kernels = list(sass.kernels(library_path, "sm_90.cubin", "decode_kernel"))
@@ -155,7 +160,10 @@ def test_drafts_read_ahead_past_the_l1_cache(library: ctypes.CDLL, library_path:
 
 
 def test_decoding_does_not_wait_for_its_counts(library: ctypes.CDLL, library_path: Path) -> None:
-    """Where ptxas adds up what the lanes of a warp add, it hands the answer out at once."""
+    """ptxas must not merge the additions of a warp's lanes, as it then waits for the result.
+
+    See count_in() in src/kernels/attention/sm80/decode_results.cuh.
+    """
     assert "sm_90" in library.dmattn_architectures().decode().split(",")
     for kernel in sass.kernels(library_path, "sm_90.cubin", "decode_kernel"):
         adds = [x for x in kernel.instructions if x.name.startswith("ATOMG.E.ADD")]

@@ -18,7 +18,7 @@ from conftest import PACKAGE
 
 STUB = PACKAGE / "src" / "dmattn_kernels" / "_core.pyi"
 
-# (name, default as it is written, None where there is none)
+# (name, default value, ... where there is no default)
 Arguments = list[tuple[str, object]]
 
 
@@ -41,12 +41,12 @@ def stub_functions(path: Path = STUB) -> Iterator[tuple[str, Arguments]]:
 
 
 def compiled_arguments(name: str) -> Arguments:
-    """From the signature that pybind11 writes at the head of a docstring."""
+    """The arguments in the signature that pybind11 writes at the head of a docstring."""
     found: object = dmattn_kernels._core
     for part in name.split("."):
         found = getattr(found, part)
     (signature,) = re.findall(r"^\w+(\(.*\)) -> .*$", str(found.__doc__), re.MULTILINE)
-    # Types may be anything; Python's own parser reads the rest.
+    # Annotations may be any expressions, so Python's own parser reads the signature.
     function = ast.parse(f"def f{signature}: ...").body[0]
     assert isinstance(function, ast.FunctionDef)
     return arguments_of(function)

@@ -49,8 +49,8 @@ def with_equal_scores(model: Any) -> Any:
 
 
 def tokens(batch: int = 2, length: int = 50) -> Tensor:
-    """Texts without repetition. A token that occurs twice has the same score twice in the first
-    layer, but for the rounding of products, and which of them is kept then hangs on that."""
+    """Texts in which no token occurs twice. In the first layer two occurrences of a token would
+    have the same score up to rounding, so that rounding would decide which of them is kept."""
     generator = torch.Generator().manual_seed(5)
     rows = [torch.randperm(VOCABULARY - 1, generator=generator)[:length] for _ in range(batch)]
     return torch.stack(rows) + 1
@@ -68,7 +68,7 @@ def outcome(
     model.zero_grad()
     labels = ids
     if real is not None:
-        # What a padded row predicts means nothing, the first token behind padding included.
+        # Predictions made at padding mean nothing, including the one of the first real token.
         before = torch.nn.functional.pad(real[:, :-1], (1, 0))
         labels = ids.masked_fill((real & before) == 0, -100)
     found = model(ids, labels=labels, **inputs)
@@ -80,10 +80,11 @@ def outcome(
 
 
 def check_parity(model: Any, ids: Tensor, real: Tensor | None = None, **inputs: Any) -> None:
-    """Within three times of how far eager is from itself with weights that are rounded otherwise.
+    """Assert that dmattn differs from eager by at most three times the rounding noise of eager.
 
-    The most of four such: the gradient of `A` is a few sums in which nearly everything cancels, so
-    that how much of rounding is left over in them is chance.
+    The noise is how far eager is from itself when the weights are perturbed by a rounding, the
+    maximum of four such perturbations: the gradient of `A` consists of a few sums in which nearly
+    everything cancels, so it is a matter of chance how much rounding error remains in them.
     """
     eager = outcome(model, ids, real, **inputs)
     twins = [outcome(with_rounded_weights(model), ids, real, **inputs) for _ in range(4)]
@@ -93,6 +94,6 @@ def check_parity(model: Any, ids: Tensor, real: Tensor | None = None, **inputs: 
 
 
 def close(a: Tensor, b: Tensor) -> bool:
-    """Equal but for the order of sums: logits of size 1 come of about a hundred roundings."""
+    """Equal up to the order of sums: logits of size 1 result from about a hundred roundings."""
     a, b = a.detach(), b.detach()
     return float((a - b).abs().max()) <= 16 * EPSILON * max(1.0, float(b.abs().max()))

@@ -80,7 +80,8 @@ DECODERS: dict[str, Callable[..., Any]] = {
     "gemma2": _decoder(
         hf.Gemma2Config,
         hf.Gemma2ForCausalLM,
-        # A logit cap of which the tiny weights feel something, and a scale of the layers' own.
+        # A cap low enough to affect the small logits of tiny weights, and a softmax scale that is
+        # not the default.
         **_WINDOWS | {"attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 3},
     ),
     "gemma3": _decoder(hf.Gemma3TextConfig, hf.Gemma3ForCausalLM, **_WINDOWS),
@@ -113,7 +114,7 @@ def with_attention(model: Any, implementation: str) -> Any:
 
 
 def packed(*lengths: int) -> dict[str, Any]:
-    """What collators for flash attention say of documents one behind the other."""
+    """The inputs by which collators for flash attention describe packed documents."""
     bounds = torch.tensor((0, *lengths)).cumsum(0, dtype=torch.int32)
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     longest = {"max_length_q": max(lengths), "max_length_k": max(lengths)}
@@ -130,10 +131,10 @@ def with_rounded_weights(model: Any) -> Any:
 
 
 def relative_error(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
-    """The largest error of any tensor, in parts of the largest entry of that tensor.
+    """The largest error of any tensor, relative to the largest entry of that tensor.
 
-    Tensors that are next to nothing compared with the others, such as the gradient of a bias that
-    softmax does not feel, are measured against a thousandth of the largest entry of all.
+    Tensors that are tiny compared with the others, such as the gradient of a bias that cancels in
+    the softmax, are measured relative to a thousandth of the largest entry of all tensors.
     """
     assert found.keys() == exact.keys()
     largest = max(float(t.abs().max()) for t in exact.values())

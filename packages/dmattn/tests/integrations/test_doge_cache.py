@@ -1,4 +1,4 @@
-"""Doge models that generate: with caches of transformers and with the one of kept keys."""
+"""Generation with Doge models: with transformers' caches, and with DogeCache (kept keys only)."""
 
 import copy
 from typing import Any
@@ -23,7 +23,8 @@ from dmattn.integrations.transformers import DogeCache, enable_doge
 PROMPT, NEW_TOKENS = 21, 64
 ROOM = PROMPT + NEW_TOKENS
 
-# How each cache is asked for. A StaticCache that was used before says otherwise where it stands.
+# How each cache is made. A StaticCache gives its length as an int before its first use, and as a
+# tensor from then on, also after reset().
 CACHES = {
     "dynamic": lambda config: DynamicCache(config=config),
     "static": lambda config: StaticCache(config, max_cache_len=ROOM),
@@ -33,14 +34,14 @@ each_cache = pytest.mark.parametrize("cache", CACHES)
 
 
 def generated(model: Any, ids: Tensor, cache: Any = None, **options: Any) -> Tensor:
-    """Greedy tokens, each of which occurs once: see `tokens` for why."""
+    """Generated tokens, greedy by default, none of which occurs twice: see `tokens` for why."""
     options = {"do_sample": False, "no_repeat_ngram_size": 1, "eos_token_id": None} | options
     options = {"max_new_tokens": NEW_TOKENS, "attention_mask": torch.ones_like(ids)} | options
     out: Tensor = model.eval().generate(ids, past_key_values=cache, **options)
     return out
 
 
-# -------------------------------------------------------------------------------- as eager does it
+# --------------------------------------------------------------------------------- against eager
 
 
 @pytest.mark.parametrize("settings", [{}, {"window": 200}, {"is_moe": True}])
@@ -94,13 +95,13 @@ def test_sampling() -> None:
     assert torch.equal(*found)
 
 
-# ------------------------------------------------------------------------- as the whole text has it
+# ----------------------------------------------------------------- against a call of the whole text
 
 
 @pytest.mark.parametrize("chunk", [1, 9])
 @each_cache
 def test_decoding_equals_the_whole_text(cache: str, chunk: int) -> None:
-    """With equal scores, where only the tie rule decides, and padding on the left."""
+    """With equal scores, so that only the rule for ties decides, and with padding on the left."""
     model = enable_doge(with_equal_scores(make_doge())).eval()
     ids = torch.randint(1, VOCABULARY, (3, 60))
     real = left_padding(ids, 0, 5, 22)
@@ -128,7 +129,7 @@ def test_prompts_in_chunks(settings: dict[str, Any]) -> None:
 
 
 def test_chunks_leave_what_single_tokens_leave() -> None:
-    """Down to the places in the text, by which ties are decided later on."""
+    """The same entries, including their positions in the text, by which later ties are decided."""
     model, ids = enable_doge(make_doge()).eval(), tokens(2, 50)
     real = left_padding(ids, 0, 27)
     entries = []
@@ -149,7 +150,7 @@ def test_chunks_leave_what_single_tokens_leave() -> None:
 
 
 def test_dialogue() -> None:
-    """A second generate() with the cache of the first, and with a copy of it."""
+    """A second generate() with the cache of the first call, and with a copy of that cache."""
     model, ids = enable_doge(make_doge()), tokens(2, 45)
     real = left_padding(ids, 0, 8)
     cache = DogeCache(model.config)
@@ -201,7 +202,7 @@ def test_size_does_not_grow() -> None:
 def test_the_default_cache() -> None:
     model, ids = enable_doge(make_doge(), use_dynamic_mask_cache=True), tokens()
     found = model(ids, labels=ids)
-    found.loss.backward()  # training does not touch it
+    found.loss.backward()  # the new default is not used for training
     assert isinstance(found.past_key_values, DynamicCache)
     with torch.no_grad():
         assert isinstance(model(ids).past_key_values, DogeCache)
@@ -220,7 +221,7 @@ def test_the_default_cache() -> None:
     in_second_place = GenerationConfig(prompt_lookup_num_tokens=2, **options)
     found = model.generate(ids[:1], in_second_place)
     assert isinstance(found.past_key_values, DynamicCache)
-    # What a given config leaves open, that of the model decides.
+    # Settings that a given generation config leaves open are taken from that of the model.
     for name, kind in (("static", StaticCache), ("dynamic", DynamicCache)):
         model.generation_config.cache_implementation = name
         found = model.generate(ids[:1], generation_config=GenerationConfig(**options))
@@ -259,7 +260,7 @@ def check_refused(cache: DogeCache, error: type[Exception], words: str, call: An
 
 @pytest.mark.parametrize("trainable", [0, 1])
 def test_gradients_are_refused(trainable: int) -> None:
-    """Before the first layer has changed, also where only the second needs them."""
+    """Before the cache of any layer has changed, also if only the second layer needs gradients."""
     model, cache, ids = filled()
     for index, layer in enumerate(model.model.layers):
         layer.requires_grad_(index == trainable)
@@ -333,7 +334,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 @torch.no_grad()
 def test_rows_that_see_later_keys() -> None:
-    """What they keep is not what a DogeCache holds."""
+    """Without causality rows keep other keys than a DogeCache holds, so it is not used."""
     model, cache, ids = filled()
     words = "is_causal: got False beside a DogeCache, wanted True"
     check_refused(
@@ -362,9 +363,9 @@ def test_configs_that_are_refused() -> None:
 
 
 def test_bytes_of_an_entry() -> None:
-    """Key and value, a score of four bytes and a position of four, as the documentation counts.
+    """Per entry key and value, and 4 bytes each for score and position, as documented.
 
-    And no rows for drafts behind the entries.
+    There are no spare rows for drafts behind the entries.
     """
     model = enable_doge(make_doge()).bfloat16()
     cache = DogeCache(model.config)

@@ -1,4 +1,4 @@
-"""Doge models under torch.compile: without a graph break, and in two graphs for all lengths."""
+"""Doge models under torch.compile: without graph breaks, and with two graphs for all lengths."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 
 from dmattn.integrations.transformers import DogeCache, enable_doge
 
-LENGTHS = (40, 48, 55, 72, 90)  # the first makes one graph, the second another for all to come
+LENGTHS = (40, 48, 55, 72, 90)  # a graph for the first one, and a graph for all that follow
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ def test_generating(kind: Any, new: int) -> None:
 
 
 def test_prompts_of_a_model_that_is_compiled_by_hand() -> None:
-    """Whose masks generate() makes: they describe themselves."""
+    """generate() makes their masks outside of the graph, as an IntervalMask, which can be read."""
     model, ids = enable_doge(make_doge(layers=1)).eval(), tokens(2, 20)
     options: dict[str, Any] = {"attention_mask": left_padding(ids, 0, 9), "do_sample": False}
     options |= {"no_repeat_ngram_size": 1, "max_new_tokens": 3, "eos_token_id": None}
@@ -110,7 +110,7 @@ def test_padding_beside_a_cache_of_kept_keys(compileable: bool) -> None:
 
 
 def compiled_by_generate(graphs: list[Any]) -> CompileConfig:
-    """On the CPU too, with a note of each graph."""
+    """A config by which generate() compiles on the CPU, too, and adds each graph to `graphs`."""
 
     def count(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)
@@ -122,7 +122,7 @@ def compiled_by_generate(graphs: list[Any]) -> CompileConfig:
 
 
 def test_generate_compiles_its_steps() -> None:
-    """One graph, in which no number of the host grows along, serves all tokens of two texts."""
+    """One graph, in which no Python number grows with the text, serves all tokens of two texts."""
     model = enable_doge(make_doge(layers=1)).eval()
     graphs: list[Any] = []
     how = compiled_by_generate(graphs)
@@ -138,7 +138,7 @@ def test_generate_compiles_its_steps() -> None:
             found = model.generate(ids * real, past_key_values=cache, **options)
         assert torch.equal(found, wanted)
         assert cache.get_seq_length() == 41 + 29
-        # The text goes on from there, and so does the count.
+        # The text can be continued from there, and the count of its tokens continues, too.
         more = wanted[:, -1:]
         mask = torch.cat([real, real.new_ones(2, 30)], 1)
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""enable_doge: Doge models by running top-w, against eager attention."""
+"""enable_doge: Doge models that choose keys by running top-w, compared with eager attention."""
 
 import copy
 import functools
@@ -47,7 +47,7 @@ each_window = pytest.mark.parametrize("settings", WINDOWS.values(), ids=WINDOWS.
 
 
 def packed_positions() -> Tensor:
-    """Documents that differ between the rows of the batch."""
+    """The positions of packed documents, whose lengths differ between the rows of the batch."""
     lengths = ((13, 30, 7), (1, 29, 20))
     return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
 
@@ -68,7 +68,7 @@ def test_packed_documents(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n in WINDOWS if n != "experts"])
 def test_packed_documents_by_boundaries(name: str) -> None:
-    """As collators for flash attention say it, and with no use_cache=False."""
+    """Given as cu_seq_lens, as collators for flash attention do, and without use_cache=False."""
     model, ids = enable_doge(make_doge(**WINDOWS[name])), tokens(1)
     lengths = (19, 1, LENGTH - 20)
     bounds = torch.tensor((0, *lengths)).cumsum(0)
@@ -88,7 +88,7 @@ def test_packed_documents_by_boundaries(name: str) -> None:
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", ["window below the length", "sliding above the window"])
 def test_padding(name: str, side: str) -> None:
-    """Experts mix the tokens of a batch, padding included, and are left out."""
+    """Models with experts are left out: experts mix the tokens of a batch, padding included."""
     ids = tokens(3)
     real = left_padding(ids, 0, 23, 46)
     real = real if side == "left" else real.flip(1)
@@ -125,7 +125,7 @@ def test_layers_called_by_something_else() -> None:
     assert close(run(), eager)
 
 
-# ----------------------------------------------------------------------------- what eager is not
+# --------------------------------------------------------------- what eager attention does not do
 
 
 def test_scores_of_equal_keys_keep_the_later() -> None:
@@ -154,7 +154,7 @@ def test_scores_of_equal_keys_keep_the_later() -> None:
 
 
 def dtypes_of_projections(model: Any) -> list[torch.dtype]:
-    """To be filled by calls of the model: the dtype that each call of a dt_proj returns."""
+    """A list to which every later call of a dt_proj appends the dtype of its result."""
     found: list[torch.dtype] = []
     for layer in model.model.layers:
         layer.self_attn.dt_proj.register_forward_hook(
@@ -164,7 +164,7 @@ def dtypes_of_projections(model: Any) -> list[torch.dtype]:
 
 
 def test_half_precision_is_nearer_to_float32_than_eager() -> None:
-    """Scores are float32 in a bfloat16 model as well, so that ties do not decide."""
+    """Scores are float32 in a bfloat16 model as well, so that ties do not decide what is kept."""
     model = make_doge()
     ids = tokens(2, 200)
     half = copy.deepcopy(model).to(torch.bfloat16)
@@ -190,7 +190,7 @@ def test_autocast() -> None:
 
 @pytest.mark.parametrize("name", [n for n in WINDOWS if n != "experts"])
 def test_no_row_feels_later_tokens(name: str) -> None:
-    """Experts of transformers' Doge mix the tokens of a batch, and are left out."""
+    """Models with experts are left out: experts of transformers' Doge mix the tokens of a batch."""
     model, ids = enable_doge(make_doge(**WINDOWS[name])), tokens()
     before = model(ids).logits
     ids[:, 30:] = ids[:, 30:].flip(1)
@@ -200,7 +200,7 @@ def test_no_row_feels_later_tokens(name: str) -> None:
 
 
 class Largest(TorchDispatchMode):
-    """Records how many entries the largest tensor has that any operation makes."""
+    """Records the size, in entries, of the largest memory behind any operation's results."""
 
     entries = 0
 
@@ -242,10 +242,10 @@ def test_nothing_is_quadratic(case: str, settings: dict[str, Any]) -> None:
                 model(ids, past_key_values=DogeCache(model.config))
         else:
             model(ids, labels=ids, **inputs).loss.backward()
-    assert largest.entries <= length * VOCABULARY < length * length / 3  # those of the logits
+    assert largest.entries <= length * VOCABULARY < length * length / 3  # logits are the largest
 
 
-# ------------------------------------------------------------------------- an object of the user's
+# --------------------------------------------------------------- the model stays the user's object
 
 
 def test_switching_off_and_on() -> None:
@@ -292,7 +292,7 @@ def test_copies_are_enabled_too() -> None:
 
 
 def test_hooks_of_accelerate() -> None:
-    """They keep the forward that a module had, and call that."""
+    """Such hooks keep the forward that a module had before, and call that one."""
     model, ids = make_doge(), tokens()
     plain = enable_doge(copy.deepcopy(model))(ids).logits
     calls = []
@@ -331,7 +331,7 @@ def test_adapters_around_dt_proj(enabled_first: bool) -> None:
     model.set_attn_implementation("eager")
     check_parity(model, ids)
     assert model.model.layers[0].self_attn.dt_proj.up.weight.grad.abs().sum() > 0
-    half = enable_doge(model.to(torch.bfloat16))  # whose adapter is called with what it takes
+    half = enable_doge(model.to(torch.bfloat16))  # its adapter is called with float32, and casts
     assert half(ids).logits.isfinite().all()
 
 
@@ -351,7 +351,7 @@ def test_quantized_dt_proj_gets_what_it_takes() -> None:
 def test_gradient_checkpointing(reentrant: bool) -> None:
     model, ids = enable_doge(make_doge()), tokens()
     plain = outcome(model, ids)
-    # The second name is deprecated, and the only one of older releases.
+    # The second name is deprecated, but older releases have no other.
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": reentrant})
     model.enable_input_require_grads()
@@ -402,19 +402,21 @@ def test_masks_of_wrong_shapes(shape: tuple[int, ...]) -> None:
 
 
 def test_masks_of_more_keys_than_there_are() -> None:
-    """A cache may have room for them, which eager attention takes so, too."""
+    """They are accepted beside a cache, which may have room for more keys; eager does the same."""
     model = enable_doge(make_doge())
     longer = torch.ones(2, LENGTH + 3)
+    longer[0, :8] = longer[1, -2:] = 0
     with pytest.raises(ValueError, match="attention_mask: got shape"):
         model(tokens(), attention_mask=longer, use_cache=False)
-    with torch.no_grad():
-        found = model(tokens(), attention_mask=longer).logits
-        assert torch.equal(found, model(tokens(), attention_mask=longer[:, 3:]).logits)
+    for each in (model.eval(), make_doge().eval()):
+        with torch.no_grad():
+            found = each(tokens(), attention_mask=longer).logits
+            assert torch.equal(found, each(tokens(), attention_mask=longer[:, :LENGTH]).logits)
 
 
 @pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
 def test_masks_that_leave_out_what_the_cache_holds(kind: Any) -> None:
-    """transformers takes such a mask for one of the first tokens and hides the new ones."""
+    """transformers would take such a mask for one of the first tokens, and hide the new ones."""
     model, ids = enable_doge(make_doge()).eval(), tokens()
     cache = kind(config=model.config, **({"max_cache_len": 60} if kind is StaticCache else {}))
     with torch.no_grad():
@@ -439,7 +441,7 @@ def test_masks_of_four_dimensions_that_do_not_fit(shape: tuple[int, ...]) -> Non
 
 
 def test_masks_of_integers_in_four_dimensions() -> None:
-    """Taken for one that is added, as in eager attention, it would say the opposite."""
+    """If an integer mask were added to the logits, as in eager, it would mean the opposite."""
     model = enable_doge(make_doge()).eval()
     mask = torch.ones(2, 1, 50, 50, dtype=torch.int64).tril()
     with pytest.raises(
@@ -459,7 +461,7 @@ def test_another_batch_is_refused_before_a_cache_takes_tokens() -> None:
 
 
 def test_norms_are_one_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of an enabled model, in all of its dtypes; never with mixed ones, as under autocast."""
+    """In enabled models of any dtype, but not if dtypes are mixed, as they are under autocast."""
     calls = []
 
     def rms_norm(*arguments: Any) -> Tensor:
@@ -485,7 +487,7 @@ def test_norms_are_one_operator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_norms_keep_the_dtype_under_autocast(dtype: torch.dtype) -> None:
-    """That of the input, as in eager; autocast of a GPU computes rms_norm in float32."""
+    """The output has the dtype of the input, as in eager, though CUDA autocast widens rms_norm."""
     model = enable_doge(make_doge())
     norm, enabled = model.model.norm, torch.is_autocast_enabled("cuda")
     with FakeTensorMode():

@@ -1,4 +1,4 @@
-"""The function under flash-dmattn's name, against the definition in float64."""
+"""The function that has the name it has in flash-dmattn, against the definition in float64."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ class Layer(nn.Module):
 
 
 def operands(rows: int = S) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """query, key, value as layers have them, and a bias (B, HK, 1, S)."""
+    """query, key and value as (B, heads, S, D), as layers have them, and a bias (B, HK, 1, S)."""
     generator = torch.Generator().manual_seed(1)
 
     def normal(*shape: int) -> Tensor:
@@ -45,7 +45,7 @@ def check(found: tuple[Tensor, None], wanted: Tensor) -> None:
     out, weights = found
     assert weights is None
     assert out.is_contiguous() and out.shape == wanted.shape
-    # Sums of some tens of products of size 1 to 5.
+    # Outputs are sums of some tens of products, each of size 1 to 5.
     assert float((out - wanted).abs().max()) <= 32 * EPSILON
 
 
@@ -83,7 +83,7 @@ def test_masks_with_rows(window: int | None, heads: int, bias_rows: int) -> None
     if window == WINDOW:
         seen = mask.repeat_interleave(H // heads, 1) & torch.ones(S, S, dtype=torch.bool).tril()
         hidden = sides.masked_fill(~seen, -torch.inf)
-        places = hidden.topk(WINDOW).indices  # no two are alike
+        places = hidden.topk(WINDOW).indices  # no two scores are equal
         keep = torch.zeros_like(hidden, dtype=torch.bool).scatter(-1, places, True) & seen
     longer = nn.functional.pad(mask, (0, 5), value=True)  # a cache that is longer than its keys
     found = forward(Layer(), query, key, value, longer, bias, window_size=window)
@@ -150,7 +150,7 @@ def test_gradients_of_scores() -> None:
 
 @pytest.mark.parametrize("target", [None, torch.bfloat16])
 def test_float32_inputs_of_adapters(target: torch.dtype | None) -> None:
-    """Cast to what the layer computes in, which its weights show."""
+    """They are cast to `target_dtype`, or else to the dtype of the layer's weights."""
     query, key, value, bias = operands()
     layer = Layer(torch.float32 if target is not None else torch.bfloat16)
     out, _ = forward(layer, query, key, value, None, bias, window_size=WINDOW, target_dtype=target)
@@ -244,7 +244,7 @@ def test_bad_packed_arguments() -> None:
         forward(Layer(), query, key, value, None, bias + torch.zeros(S, 1), cu_seq_lens_q=bounds)
     with pytest.raises(ValueError, match=r"cu_seq_lens_q: got shape \(0,\)"):
         forward(Layer(), query, key, value, None, bias, cu_seq_lens_q=bounds[:0])
-    beyond = torch.tensor([0, 2**32 + S])  # as int32 it would be right
+    beyond = torch.tensor([0, 2**32 + S])  # S, if it were truncated to int32
     with pytest.raises(ValueError, match=r"cu_seqlens_q: got \[0, 2147483647\]"):
         forward(Layer(), query, key, value, None, bias, cu_seq_lens_q=beyond, max_length_q=S)
     with pytest.raises(TypeError, match=r"query: got \[1\] \(list\)"):

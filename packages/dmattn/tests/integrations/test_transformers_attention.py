@@ -17,7 +17,7 @@ BATCH, HEADS, HEADS_K = 2, 4, 2
 
 
 class Layer(nn.Module):
-    """Like the layers of transformers, most of which say whether they are causal."""
+    """Like the attention layers of transformers, most of which have an attribute `is_causal`."""
 
     def __init__(self, is_causal: bool | None = None) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def causal(query_len: int, key_len: int) -> Tensor:
 def check(
     tensors: Any, mask: Tensor | None, learned: Any = (), *, wanted: Any, **options: Any
 ) -> None:
-    """Output and gradients, each within 32 roundings of float32 of what is written out."""
+    """Compare output and gradients with `written_out`, each to within 32 roundings of float32."""
     module = options.pop("module", Layer())
     out, weights = attention_forward(module, *tensors, mask, **options)
     assert weights is None
@@ -110,7 +110,7 @@ def test_scale_cap_sinks_and_head_dims() -> None:
 
 
 def test_masks_of_the_user() -> None:
-    """Of four dimensions."""
+    """Masks of four dimensions: boolean ones, and a learned one that is added to the logits."""
     keep = torch.rand(BATCH, 1, 37, 53) < 0.5
     keep[..., 0] = True
     check(operands(), keep, wanted={"keep": keep})
@@ -121,7 +121,7 @@ def test_masks_of_the_user() -> None:
 
 
 def test_masks_of_other_keys_are_refused() -> None:
-    """Also those that are longer than the keys, of which the first or the last could be meant."""
+    """Also masks of more keys than there are, since the first or the last could be meant."""
     query, key, value = operands()
     words = r"attention_mask: got shape \(.*60\), wanted a mask of 53 keys"
     described = make_mask(BATCH, 37, 60, 16, attention_mask=torch.rand(BATCH, 60) < 0.5)
@@ -136,7 +136,7 @@ def test_masks_of_other_keys_are_refused() -> None:
 
 
 def test_additive_masks_are_no_infinities() -> None:
-    """transformers masks by the lowest number; a row of it sees all keys alike."""
+    """transformers masks by the lowest finite number; a row of nothing else sees all keys alike."""
     keep = causal(37, 53).expand(BATCH, 1, -1, -1).clone()
     keep[0, :, 5] = False
     lowest = torch.finfo(torch.float32).min
@@ -153,7 +153,7 @@ def test_additive_masks_are_no_infinities() -> None:
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_position_bias(padded: bool) -> None:
-    """Learned, for each pair of positions; beside masks of all kinds."""
+    """A learned bias for each pair of positions, beside causal and window masks, also padded."""
     window = masking_utils.sliding_window_causal_mask_function(9)
     padding = torch.ones(BATCH, 53, dtype=torch.bool)
     padding[0, :12] = False
@@ -169,7 +169,7 @@ def test_position_bias(padded: bool) -> None:
 
 @pytest.mark.parametrize("window", [None, 9])
 def test_padding_mask_while_compiling(window: int | None) -> None:
-    """(B, Sk), beside causality and the window that the layer names."""
+    """The mask (B, Sk) that compiled models get, beside causality and the window of the layer."""
     padding = torch.ones(BATCH, 53, dtype=torch.bool)
     padding[0, :12] = False
     keep = causal(37, 53)
@@ -181,7 +181,7 @@ def test_padding_mask_while_compiling(window: int | None) -> None:
 
 
 def test_mixed_dtypes() -> None:
-    """As under autocast, or with adapters in float32: the dtype of the values counts."""
+    """As under autocast, or with adapters in float32: the dtype of the values is used for all."""
     query, key, value = (t.detach() for t in operands())
     narrow = [t.bfloat16() for t in (query, key, value)]
     wanted, _ = attention_forward(Layer(), *narrow, None)
@@ -194,7 +194,7 @@ def test_mixed_dtypes() -> None:
 
 
 def test_mask_of_another_call() -> None:
-    """One made for another batch is heeded as a tensor."""
+    """An IntervalMask that was made for another batch size is read as an ordinary mask."""
     window = masking_utils.sliding_window_causal_mask_function(9)
     mask = make_mask(1, 37, 53, mask_function=window, q_offset=16)
     assert isinstance(mask, IntervalMask)
@@ -203,7 +203,7 @@ def test_mask_of_another_call() -> None:
 
 @pytest.mark.parametrize("narrow", ["query", "key"])
 def test_batch_of_one(narrow: str) -> None:
-    """As learned queries come, without a copy for each sequence."""
+    """Queries, or keys and values, that all sequences share, such as learned queries."""
     query, key, value = operands()
     if narrow == "query":
         query = query[:1].detach().requires_grad_()
@@ -217,6 +217,6 @@ def test_refused() -> None:
         attention_forward(Layer(), *operands(), None, dropout=0.1)
 
 
-def test_no_attention_weights(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_attention_weights() -> None:
     _, weights = attention_forward(Layer(), *operands(), None, output_attentions=True)
     assert weights is None

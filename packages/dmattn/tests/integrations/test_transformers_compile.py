@@ -9,7 +9,7 @@ from hf_models import VOCABULARY, make_model, packed, relative_error, with_atten
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
-LENGTHS = (40, 131, 75, 140, 200)  # all longer than the window, or its layers are other graphs
+LENGTHS = (40, 131, 75, 140, 200)  # all longer than the window: shorter ones need other graphs
 
 
 def padded_inputs(length: int) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def test_few_whole_graphs(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
 def test_packed_documents_by_boundaries(name: str) -> None:
-    """Beside the cache that models make by default, where masks know of no documents."""
+    """With the cache that models create by default, in which case masks know of no documents."""
     torch._dynamo.reset()
     model = with_attention(make_model(name), "dmattn").eval()
     counter = CompileCounter()
@@ -81,7 +81,7 @@ def test_training_step() -> None:
 
 
 def test_training_step_of_an_encoder_and_a_decoder() -> None:
-    """T5 scales by 1, as the operators do by default, and its bias has a gradient."""
+    """T5's softmax scale is 1, the default of the operators, and its bias has a gradient."""
     torch._dynamo.reset()
     model = make_model("t5")
     ids = torch.randint(1, VOCABULARY, (2, 40))
@@ -99,9 +99,9 @@ def gradients_of(model: Any) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch.jit, that its time is over
+@pytest.mark.filterwarnings("ignore")  # torch.jit warns that it is deprecated
 def test_a_traced_model() -> None:
-    """torch.jit.trace makes tensors of sizes, and of what is compared with them."""
+    """torch.jit.trace turns sizes into tensors, and so the results of comparisons with them."""
     model = with_attention(make_model("llama"), "dmattn").eval()
 
     class Logits(torch.nn.Module):

@@ -32,7 +32,7 @@ def greedy(model: Any, implementation: str, new_tokens: int = 64, **options: Any
     [
         ("llama", "dynamic"),
         ("llama", "static"),
-        # The caches of layers with a window slide. Gemma 3 and GPT-OSS have both kinds of layers.
+        # Layers with a window have sliding caches. Gemma 3 and GPT-OSS have layers of both kinds.
         ("mistral", "dynamic"),
         ("gemma3", "static"),
         ("gpt_oss", "dynamic"),
@@ -59,7 +59,7 @@ def test_window_over_a_cache_that_keeps_all() -> None:
 
 @pytest.mark.parametrize("cache", [DynamicCache, StaticCache])
 def test_dialogue(cache: Any) -> None:
-    """A second prompt behind what a cache holds, and the same cache used for another dialogue."""
+    """A second prompt for a filled cache, and after reset() the same cache for another dialogue."""
     model = make_model("gemma3")
     spoken = []
     for implementation in ("eager", "dmattn"):

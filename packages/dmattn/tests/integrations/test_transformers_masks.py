@@ -1,4 +1,4 @@
-"""The masks that models get: descriptions that say what transformers' dense masks say."""
+"""The masks that models get: descriptions that agree with transformers' dense masks."""
 
 import copy
 import pickle
@@ -44,14 +44,14 @@ def documents(inner: Any = masking_utils.causal_mask_function) -> Any:
 
 
 def documents_by_numbers(inner: Any = masking_utils.causal_mask_function) -> Any:
-    """As older releases of transformers say it."""
+    """Documents given by their numbers, as in older releases of transformers."""
     ids = torch.tensor([[0] * 50 + [1] * 99 + [2], [0] + [1] * 149])
     packed = masking_utils.packed_sequence_mask_function(ids)
     return masking_utils.and_masks(inner, packed)
 
 
 def documents_by_numbers_and_chunks() -> Any:
-    """Chunks that count from the start of the sequence, and end where a document does."""
+    """Chunks that are counted from the start of the sequence, and also end with a document."""
     return documents_by_numbers(chunks())
 
 
@@ -71,7 +71,7 @@ def padding(*, seen: int = SIZE) -> Tensor:
 
 
 def described(mask: Any, kv_length: int) -> Tensor:
-    """What the description of a mask says, as a dense mask of all rows and keys."""
+    """The description of a mask, written out as a dense mask of all rows and keys."""
     visible = mask.visible
     row = torch.arange(visible.query_len)[:, None] + visible.key_len - visible.query_len
     keep = (torch.arange(visible.key_len) <= row).expand(2, 1, -1, -1)
@@ -91,8 +91,8 @@ def described(mask: Any, kv_length: int) -> Tensor:
         (documents_and_chunks, (SIZE, SIZE, 0, 0)),
         (documents_by_numbers, (SIZE, SIZE, 0, 0)),
         (documents_by_numbers_and_chunks, (SIZE, SIZE, 0, 0)),
-        # A second prompt behind 110 cached keys; behind the last 16 of 125; into a static cache
-        # that has room for more.
+        # A second prompt: behind 110 cached keys; behind the last 16 of 125 cached keys; in a
+        # static cache that has room for more.
         *((p, (40, SIZE, SIZE - 40, 0)) for p in (causal, window, chunks)),
         *((p, (25, 41, SIZE - 25, SIZE - 41)) for p in (window, chunks)),
         *((p, (40, 200, 60, 0)) for p in (causal, window, chunks)),
@@ -114,7 +114,7 @@ def test_description(pattern: Any, lengths: tuple[int, int, int, int], padded: b
     assert isinstance(mask, IntervalMask)
     assert tuple(mask.shape) == tuple(wanted.shape)
     assert torch.equal(described(mask, kv_length), wanted)
-    assert torch.equal(mask | torch.zeros_like(wanted), wanted)  # for all who know nothing of it
+    assert torch.equal(mask | torch.zeros_like(wanted), wanted)  # for code that expects a tensor
     skipped = make_mask(**arguments)
     is_plain = pattern is causal and not padded and q_offset + q_length == kv_offset + kv_length
     assert (skipped is None) == is_plain
@@ -130,11 +130,11 @@ def text_at(first: int, last: int, size: int = 9) -> list[bool]:
         ([text_at(2, 9), text_at(0, 9)], [0, 2, 9, 9, 9, 18, 18]),
         ([text_at(0, 5), text_at(3, 7)], [0, 0, 5, 9, 12, 16, 18]),
         ([text_at(4, 4), text_at(8, 9)], [0, 0, 0, 9, 17, 18, 18]),  # nothing but padding
-        ([text_at(0, 9), [True, False] * 4 + [True]], None),  # within the text
+        ([text_at(0, 9), [True, False] * 4 + [True]], None),  # padding within the text
     ],
 )
 def test_texts_between_padding(rows: list[list[bool]], bounds: list[int] | None) -> None:
-    """Each sequence is what is in front of its text, the text, and what is behind."""
+    """Each sequence becomes three documents: padding before its text, the text, padding behind."""
     keep = torch.tensor(rows)
     visible = VisibleKeys(2, 9, 9, padding=keep)
     assert visible.texts is None
@@ -149,7 +149,7 @@ def test_texts_between_padding(rows: list[list[bool]], bounds: list[int] | None)
 
 @pytest.mark.parametrize("rows, keep", [(9, None), (5, torch.tensor([text_at(2, 9)]))])
 def test_no_texts(rows: int, keep: Tensor | None) -> None:
-    """Without padding, and behind cached keys."""
+    """None are found without padding, nor if there are more keys than rows (behind cached keys)."""
     visible = VisibleKeys(1, rows, 9, padding=keep)
     visible.find_texts()
     assert visible.texts is None
@@ -167,7 +167,7 @@ def test_models_with_softcap_know_their_texts(name: str, has_texts: bool) -> Non
 
 
 def test_offset_as_tensor() -> None:
-    """Static caches give a tensor from their first use on. It is read for a prompt."""
+    """Static caches give a tensor from their first use on. It is read only for prompts."""
     offset = torch.tensor([60])
     mask = make_mask(2, 40, 200, q_offset=offset)
     assert isinstance(mask, IntervalMask)
@@ -230,7 +230,7 @@ def test_mask_as_a_tensor() -> None:
     assert torch.equal(mask[:, :, :5, 3:9], dense[:, :, :5, 3:9])
     assert torch.equal(mask.float(), dense.float())
     assert type(mask.clone()) is Tensor
-    # It says that it is contiguous, so that views are made by its strides.
+    # An IntervalMask claims to be contiguous, so views are made by strides of a contiguous mask.
     whole = mask.contiguous()
     assert torch.equal(whole.flatten(), dense.flatten())
     assert torch.equal(whole.as_strided((2, SIZE), (SIZE * SIZE, 1)), dense[:, 0, 0])
@@ -242,11 +242,11 @@ def test_mask_as_a_tensor() -> None:
     assert mask.tolist() == dense.tolist() == mask.numpy().tolist()
     moved = mask.to("meta")
     assert isinstance(moved, IntervalMask) and moved.device.type == "meta"
-    assert moved.visible is mask.to("meta").visible  # so that layers there share one
+    assert moved.visible is mask.to("meta").visible  # shared by all layers on that device
 
 
 def test_mask_that_leaves_the_process() -> None:
-    """By its values: neither its description nor an address of storage goes along."""
+    """Its values are sent, but neither its description nor the address of a storage."""
     mask = make_mask(2, SIZE, SIZE, mask_function=window())
     assert isinstance(mask, IntervalMask)
     dense = mask.to_dense_mask()

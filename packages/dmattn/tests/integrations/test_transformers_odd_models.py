@@ -1,4 +1,4 @@
-"""Models whose layers ask for attention in ways of their own, against eager attention."""
+"""Models whose layers call attention in unusual ways, compared with eager attention."""
 
 import sys
 import types
@@ -55,7 +55,7 @@ def _pegasus_x() -> Any:
 
 
 def _deepseek_sparse() -> Any:
-    """Layers that choose 8 keys a row."""
+    """Layers that choose 8 keys for each row."""
     heads = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "kv_lora_rank": 8}
     index = {"index_topk": 8, "index_n_heads": 2, "index_head_dim": 16}
     sizes = heads | index | {"q_lora_rank": 8, "first_k_dense_replace": 2}
@@ -82,7 +82,7 @@ def _bloom() -> Any:
 
 
 def _bigbird_pegasus() -> Any:
-    """An encoder that computes its attention itself, a decoder that asks for it."""
+    """An encoder that computes its attention itself, and a decoder that calls a function for it."""
     sides = {
         f"{side}_{name}": size
         for side in ("encoder", "decoder")
@@ -99,7 +99,7 @@ def _bigbird_pegasus() -> Any:
 
 
 def _deepseek_compressed() -> Any:
-    """Layers that append compressed keys, and what rows see of them to the mask."""
+    """Layers that append compressed keys, and append to the mask which of those each row sees."""
     heads = {"head_dim": 8, "num_key_value_heads": 1, "qk_rope_head_dim": 8, "q_lora_rank": 16}
     index = {"index_topk": 16, "index_n_heads": 2, "index_head_dim": 16, "sliding_window": 20}
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -113,13 +113,13 @@ def _deepseek_compressed() -> Any:
 
 
 def _gemma_for_images() -> Any:
-    """As PaliGemma has it within: causal masks for layers that say is_causal = False."""
+    """The Gemma model within PaliGemma: causal masks for layers that say is_causal = False."""
     sizes = {"num_key_value_heads": 2, "head_dim": 8, "use_bidirectional_attention": True}
     return hf.GemmaModel(hf.GemmaConfig(**_SIZES, **sizes))
 
 
 def _aimv2_text() -> Any:
-    """Causal masks, where there is padding to speak of, for layers that say is_causal = False."""
+    """Causal masks, if an attention_mask is given, for layers that say is_causal = False."""
     return hf.Aimv2TextModel(hf.Aimv2TextConfig(**_SIZES | {"eos_token_id": 2}))
 
 
@@ -142,7 +142,7 @@ _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
 def _gemma4() -> Any:
-    """Layers that share keys, below masks cut to the rows of which logits are wanted."""
+    """Layers that share keys, with masks that are cut to the rows whose logits are wanted."""
     layers = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
     sizes = {"sliding_window": 20, "global_head_dim": 8, "vocab_size_per_layer_input": VOCABULARY}
     sharing = {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8}
@@ -151,7 +151,7 @@ def _gemma4() -> Any:
 
 
 def _pix2struct_text() -> Any:
-    """Layers that cut masks to their keys."""
+    """Layers that slice masks to the number of their keys."""
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "d_kv": 8, "d_ff": 40, "num_layers": 2}
     config = hf.Pix2StructTextConfig(**sizes, num_heads=4, dropout_rate=0.0, is_decoder=True)
     config.initializer_range = 1.0
@@ -159,7 +159,7 @@ def _pix2struct_text() -> Any:
 
 
 def _qwen2_moe() -> Any:
-    """Layers that do not tell attention of their sliding window."""
+    """Layers that do not pass their sliding window to the attention function."""
     experts = {"num_experts": 3, "shared_expert_intermediate_size": 24, **_EXPERTS}
     window = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2}
     return hf.Qwen2MoeForCausalLM(hf.Qwen2MoeConfig(**_SIZES | _SHARED | experts | window))
@@ -195,7 +195,7 @@ def tokens() -> torch.Tensor:
 
 @pytest.mark.parametrize("make", [_splinter, _pegasus_x, _gemma_for_images])
 def test_layers_that_do_not_say_causality(make: Callable[[], Any]) -> None:
-    """An encoder whose layers say nothing; a decoder whose layers say is_causal = False."""
+    """An encoder whose layers have no is_causal; decoders whose layers say is_causal = False."""
     model = make_model(make)
     wanted = outputs(model, "eager", tokens())
     found = outputs(model, "dmattn", tokens())
@@ -204,7 +204,7 @@ def test_layers_that_do_not_say_causality(make: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize("make", [_aimv2_text, _videoprism_text])
 def test_causal_masks_for_layers_that_deny_causality(make: Callable[[], Any]) -> None:
-    """They make a mask only where there is an attention_mask, be it of ones."""
+    """These models make a mask only if an attention_mask is given, even if it is all ones."""
     model = make_model(make)
     inputs = {"attention_mask": torch.ones(2, LENGTH).long()}
     wanted = outputs(model, "eager", tokens(), **inputs)
@@ -213,7 +213,7 @@ def test_causal_masks_for_layers_that_deny_causality(make: Callable[[], Any]) ->
 
 
 def test_layers_that_claim_causality() -> None:
-    """An encoder of images, of which transformers' sdpa makes a causal one."""
+    """An image encoder, which transformers' own sdpa attention would make causal."""
     model = make_model(_phi4_images)
     image = torch.randn(2, 3, 32, 32)
     wanted, found = (outputs(model, name, image) for name in ("eager", "dmattn"))
@@ -233,7 +233,7 @@ def test_layers_that_claim_causality() -> None:
 def test_masks_of_other_layers_while_compiling(
     make: Callable[[], Any], settings: dict[str, Any]
 ) -> None:
-    """Padding alone, which compiled models get where that is enough, is not enough here."""
+    """Compiled models get the padding alone as a mask where that suffices; here it does not."""
     torch._dynamo.reset()
     model = make_model(make)
     padding = torch.ones(2, LENGTH).long()
@@ -263,7 +263,7 @@ def test_layers_that_do_not_say_causality_while_compiling() -> None:
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("make", [_bloom, _bigbird_pegasus, _deepseek_compressed])
 def test_models_for_eager_attention_alone(make: Callable[[], Any], padded: bool) -> None:
-    """transformers takes any name for them when a model is made, and then asks for masks by it."""
+    """When they are made, transformers accepts any implementation, and then asks it for masks."""
     model = make_model(make)
     config = type(model.config)(**model.config.to_diff_dict())
     other = type(model)._from_config(config, attn_implementation="dmattn").eval()
@@ -295,7 +295,7 @@ def test_models_that_do_not_ask_are_warned_of(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_masks_before_there_are_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a config alone was asked for does not count once its models are imported."""
+    """An answer given before a config's models are imported is not reused after the import."""
     config_class = type("LateConfig", (hf.LlamaConfig,), {"__module__": "late.configuration_late"})
     config = config_class(attn_implementation="dmattn")
 
@@ -305,14 +305,14 @@ def test_masks_before_there_are_models(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mask() is None
     late = types.ModuleType("late.modeling_late")
     contents = {"__module__": late.__name__, "config_class": config_class}
-    late.LateModel = type("LateModel", (hf.PreTrainedModel,), contents)  # for eager attention alone
+    late.LateModel = type("LateModel", (hf.PreTrainedModel,), contents)  # supports eager only
     monkeypatch.setitem(sys.modules, late.__name__, late)
     assert mask().is_floating_point()
 
 
 @pytest.mark.parametrize("documents", [False, True])
 def test_sinks_of_each_row(documents: bool) -> None:
-    """As layers of Inkling 2 ask for them: a logit for every row, which takes part in its sum."""
+    """As in layers of Inkling 2: a logit for every row, which takes part in the row's softmax."""
     query, key, value = (torch.randn(2, h, 9, 8, requires_grad=True) for h in (4, 2, 2))
     sinks = torch.randn(2, 4, 9, 1, requires_grad=True)
     config = hf.LlamaConfig(attn_implementation="dmattn")

@@ -1,10 +1,10 @@
 """Logits and all gradients of models, against transformers' own eager attention.
 
-How far rounding leads is measured: all weights are changed by up to one rounding of float32, and
-eager attention is run again. dmattn, which adds up in another order, may be twice as far from eager
-attention as that, and 4 roundings more. The largest of up to four such measurements counts, since a
-single one is a matter of luck. (Eager attention in float64 is no reference: it
-still computes its softmax in float32, and gives NaN for rows of padding.)
+The effect of rounding is measured: all weights are changed by up to one rounding of float32, and
+eager attention is run again. dmattn, which adds up in another order, may differ from eager
+attention by twice that effect plus 4 roundings. The largest of up to four such measurements counts,
+since a single one may be small by chance. (Eager attention in float64 is no reference: it still
+computes its softmax in float32, and gives NaN for rows of padding.)
 """
 
 from typing import Any
@@ -43,7 +43,7 @@ def padding(side: str, batch: int = 2, length: int = LENGTH) -> Tensor:
 
 
 def run(model: Any, real: Tensor, inputs: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
-    """Logits of the real tokens, and all gradients of a loss that they alone feel."""
+    """Logits of the real tokens, and all gradients of a loss that depends on these logits alone."""
     model.zero_grad()
     logits = model(**inputs).logits
     logits = logits * real[..., None].to(logits.dtype)
@@ -57,7 +57,7 @@ def check_parity(model: Any, real: Tensor, **inputs: Any) -> None:
     eager = run(with_attention(model, "eager"), real, inputs)
     errors = errors_of(run(with_attention(model, "dmattn"), real, inputs), eager)
     allowed = [0.0, 0.0]
-    for _ in range(DRAWS):  # a further one is only needed where those before are too close
+    for _ in range(DRAWS):  # stops at the first that allows the errors
         rounded = errors_of(run(with_rounded_weights(model), real, inputs), eager)
         allowed = [max(a, 2 * b + 4 * EPSILON) for a, b in zip(allowed, rounded, strict=True)]
         if all(error <= most for error, most in zip(errors, allowed, strict=True)):
@@ -66,7 +66,7 @@ def check_parity(model: Any, real: Tensor, **inputs: Any) -> None:
 
 
 def errors_of(found: tuple[Any, Any], exact: tuple[Any, Any]) -> list[float]:
-    """Of the logits, and of the gradients."""
+    """The relative errors of the logits, and of the gradients."""
     return [relative_error(a, b) for a, b in zip(found, exact, strict=True)]
 
 
@@ -100,7 +100,7 @@ def test_encoder_and_decoder(padded: bool) -> None:
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_packed_documents(name: str) -> None:
-    """Documents said by positions that restart, other ones in each row of the batch."""
+    """Documents given by positions that restart; they differ between the rows of the batch."""
     lengths = ((3, 40, 1, 70, 36), (90, 60))
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
     ids = tokens()
@@ -109,7 +109,7 @@ def test_packed_documents(name: str) -> None:
         model, torch.ones_like(ids), input_ids=ids, position_ids=positions, use_cache=False
     )
     if name == "gpt_oss":
-        return  # transformers does not tell its masks of positions: no packing in eager either
+        return  # its masks are not given the positions: no packing in eager either
     together = model(ids, position_ids=positions, use_cache=False).logits
     alone = model(ids[:1, 43:44], use_cache=False).logits
     torch.testing.assert_close(together[:1, 43:44], alone, rtol=1e-4, atol=1e-4)
@@ -117,7 +117,7 @@ def test_packed_documents(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n in DECODERS if n != "llama4"])
 def test_packed_documents_by_boundaries(name: str) -> None:
-    """With the cache that models make by default, beside which masks know of no documents."""
+    """With the cache that models create by default, in which case masks know of no documents."""
     lengths = (40, 1, 70, 39)
     model = with_attention(make_model(name), "dmattn")
     together = model(tokens(1), **packed(*lengths)).logits
@@ -148,7 +148,7 @@ def test_boundaries_that_are_refused() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers that run again for the backward pass get the same mask, still not dense."""
+    """Layers that run again in the backward get the same mask, which is still not made dense."""
 
     def never(mask: IntervalMask) -> Tensor:
         raise AssertionError(f"{mask} was made dense")
@@ -158,7 +158,7 @@ def test_activation_checkpointing(reentrant: bool, monkeypatch: pytest.MonkeyPat
     inputs = {"input_ids": ids, "attention_mask": real, "use_cache": False}
     model = with_attention(make_model("gemma3"), "dmattn")
     wanted = run(model, real, inputs)
-    # The second name is deprecated, and the only one of older releases.
+    # The second name is deprecated, but older releases have no other.
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": reentrant})
     model.enable_input_require_grads()

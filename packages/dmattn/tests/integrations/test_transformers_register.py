@@ -1,4 +1,4 @@
-"""What importing and registering does, and what it says without a transformers to register with."""
+"""Importing and registering, and the errors where transformers is missing or too old."""
 
 import subprocess
 import sys
