@@ -98,7 +98,7 @@ TARGETS = {
     row.name: row
     for row in (
         _cuda("sm90"),
-        # The row above runs these kernels, too, except for the dense forward.
+        # On Hopper the row above runs these kernels, too, for what its own do not serve.
         _cuda("sm80", share=4, repeats=True),
         _cuda("sm89", repeats=True),
         Target("cpu", None, "cpu", dtypes=(*HALF, "f32", "f64"), share=20),

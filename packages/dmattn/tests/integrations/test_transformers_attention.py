@@ -168,7 +168,7 @@ def test_position_bias(padded: bool) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 9])
-def test_padding_mask_while_compiling(window: int | None) -> None:
+def test_padding_masks_of_compiled_models(window: int | None) -> None:
     """The mask (B, Sk) that compiled models get, beside causality and the window of the layer."""
     padding = torch.ones(BATCH, 53, dtype=torch.bool)
     padding[0, :12] = False
