@@ -124,6 +124,14 @@ HOPPER_LIST_GRADIENTS = (
     *_in_any_order_and_in_a_fixed_one("listed rows, gradients of one block", (100, 140), 30),
     Launch("listed rows, gradients, key mask", *(300, 320, 2, 4, 2), mask="bk1k", causal=True),
     Launch("listed rows, gradients, masks of heads", *(300, 320, 2, 4, 2), mask="bh1k"),
+    # In a fixed order over the mask's list, by chunks of it; the two above go tile by tile.
+    Launch(
+        "listed rows, gradients, key mask, deterministic",
+        *(300, 320, 2, 4, 2),
+        mask="bk1k",
+        causal=True,
+        deterministic=True,
+    ),
 )
 # Above head_dim 128 two thread blocks share a tile of a list. The second one may have no keys.
 HOPPER_WIDE_LIST_GRADIENTS = (
