@@ -25,13 +25,13 @@ class Guard:
 
     def __init__(self) -> None:
         self._buffers: list[tuple[Tensor, int]] = []
-        self._has_ended = False
+        self.has_ended = False
         self.count = 0
 
     def empty(self, make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         # The margins of such a buffer would not be checked, and all buffers would live as long as
         # the factory that somebody holds on to.
-        assert not self._has_ended, "a factory of torch was kept beyond the call that looked it up"
+        assert not self.has_ended, "a factory of torch was kept beyond the call that looked it up"
         plain = make(*args, **kwargs)
         if plain.device.type != target_device().type or plain.layout is not torch.strided:
             return plain
@@ -50,7 +50,6 @@ class Guard:
         return result.requires_grad_(plain.requires_grad)
 
     def check(self) -> None:
-        self._has_ended = True
         synchronize()
         for raw, extent in self._buffers:
             assert bool((raw[:MARGIN] == 0xFF).all()), "a buffer was written before its start"
@@ -85,6 +84,7 @@ def poisoned() -> Iterator[Guard]:
     try:
         yield guard
     finally:
+        guard.has_ended = True
         for (owner, name), original in zip(places, originals, strict=True):
             setattr(owner, name, original)
     guard.check()
