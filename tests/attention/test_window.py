@@ -303,7 +303,7 @@ def test_window_over_nothing(causal: bool) -> None:
         assert_close(problem, run(problem, window_size=2))
 
 
-def test_lowest_scores_have_exact_gradients() -> None:
+def test_keys_with_lowest_scores_weigh_the_same() -> None:
     """If every bias of a row is the lowest finite float, its lse says nothing of its keys."""
     problem = build(Case(300, 300, 1, 4, 2, 64, causal=True, bias="bk1k", bias_f32=True))
     lowest = torch.full_like(problem.bias, torch.finfo(torch.float32).min)

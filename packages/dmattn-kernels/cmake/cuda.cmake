@@ -1,9 +1,14 @@
-# The CUDA compiler, its flags, and the CUTLASS headers. Sets DMATTN_NVCC_FLAGS (of all sources), DMATTN_CODE_NAMES,
-# DMATTN_GENERAL_GENCODES (of the units but those of one architecture, which have DMATTN_GENCODE_<name>),
-# DMATTN_HELPER_GENCODES (of all other sources, and of the units that have kernels that start early), and DMATTN_CUTLASS.
+# The CUDA compiler, its flags, and the CUTLASS headers. Sets
+#   DMATTN_NVCC_FLAGS         for all CUDA sources
+#   DMATTN_HOST_MATH          for all host code
+#   DMATTN_CODE_NAMES         what the library holds code for
+#   DMATTN_GENERAL_GENCODES   for units that are not for one architecture alone
+#   DMATTN_GENCODE_<name>     for units of one architecture, such as sm_90a
+#   DMATTN_HELPER_GENCODES    for all other sources, and for units whose kernels start early
+#   DMATTN_CUTLASS            the folder that holds cute/ and cutlass/
 #
-# find_package(CUDAToolkit) is not used: it does not know the layout of the compiler from PyPI, and all that is needed
-# of the toolkit comes with the language.
+# find_package(CUDAToolkit) is not used: it does not know the layout of the compiler from PyPI, and enabling the CUDA
+# language brings everything that is needed of the toolkit.
 if(NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
   find_program(DMATTN_NVCC nvcc HINTS /usr/local/cuda/bin)
   if(NOT DMATTN_NVCC)
@@ -15,16 +20,16 @@ set(CMAKE_CUDA_ARCHITECTURES OFF)
 enable_language(CUDA)
 
 # Each name becomes the virtual architecture that it is compiled from, by which the kernels recognise the tile shapes
-# that they should have (src/kernels/attention/sm80/launch.cuh): compute_80 the wide ones, compute_86 the narrow ones,
-# for chips with 99 KB of shared memory a block, and compute_89 both. The last is the PTX of a release: of chips newer
-# than its machine code, some have more shared memory and some have not.
+# that they should have (src/kernels/attention/sm80/launch.cuh): compute_80 the wide ones; compute_86 the narrow ones,
+# for chips with 99 KB of shared memory for a thread block; and compute_89 both. compute_89 is the PTX of a release:
+# of the chips that are newer than its machine code, some have more shared memory and some do not.
 #
-# The helper kernels' code for sm_90 comes from compute_90, which has the instructions to start early with
-# (src/kernels/shared/early_start.cuh), and so does that of decoding. The other units would take half as long again to
-# compile.
+# The code for sm_90 of the helper kernels and of decoding comes from compute_90, which has the instructions for
+# starting early (src/kernels/shared/early_start.cuh). The other units would take half as long again to compile with
+# it.
 #
-# Code that only one architecture runs, sm_90a, is for the units of that architecture alone (see units.cmake). Those
-# belong to code for Hopper.
+# Code that only one architecture runs, sm_90a, is for the units of that architecture alone (see units.cmake). It is
+# added wherever there is code for Hopper.
 if("90" IN_LIST DMATTN_CUDA_ARCHS OR "sm_90" IN_LIST DMATTN_CUDA_ARCHS)
   list(APPEND DMATTN_CUDA_ARCHS "sm_90a")
   list(REMOVE_DUPLICATES DMATTN_CUDA_ARCHS)
@@ -59,14 +64,14 @@ foreach(name IN LISTS DMATTN_CUDA_ARCHS)
   if(name STREQUAL "sm_90")
     set(helper_virtual compute_90)
   endif()
-  # Codes of one virtual architecture share its compilation.
+  # Codes with the same virtual architecture share one compilation.
   list(APPEND codes_${virtual} "${name}")
   list(APPEND virtual_codes "${virtual}")
   list(APPEND helper_codes_${helper_virtual} "${name}")
   list(APPEND helper_codes "${helper_virtual}")
 endforeach()
-# Without it, nvcc would compile the other sources for an architecture of its own choice, and the library would fail at
-# its first launch.
+# Without the general code for a chip, nvcc would compile the other sources for an architecture of its own choice, and
+# the library would fail at its first launch.
 foreach(name IN LISTS DMATTN_CODE_NAMES)
   string(REGEX REPLACE "^(sm_[0-9]+)a$" "\\1" general "${name}")
   if(NOT general IN_LIST DMATTN_CODE_NAMES)
@@ -85,11 +90,11 @@ foreach(virtual IN LISTS helper_codes)
   list(APPEND DMATTN_HELPER_GENCODES "-gencode=arch=${virtual},code=[${codes}]")
 endforeach()
 
-# Plan and launch work out the same times in host code, and have to come to the same ones: a compiler that fuses
-# multiplications and additions in one of them might not.
+# Plan and launch compute the same estimated times in host code and must get identical results. They might not if the
+# compiler fused multiplications and additions in one of them.
 set(DMATTN_HOST_MATH -ffp-contract=off)
 set(DMATTN_NVCC_FLAGS -O3 --expt-relaxed-constexpr -Xptxas=-v -Xcompiler=-Wall,-Wextra,${DMATTN_HOST_MATH}
-                      # Template code of CUTLASS and of ours in branches that an instantiation does not take.
+                      # Unused declarations in template branches that an instantiation does not take (CUTLASS and ours).
                       -diag-suppress=177)
 if(DMATTN_LINEINFO)
   list(APPEND DMATTN_NVCC_FLAGS -lineinfo)

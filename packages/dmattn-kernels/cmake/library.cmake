@@ -8,7 +8,7 @@ file(GLOB_RECURSE helper_sources CONFIGURE_DEPENDS "${root}/src/kernels/*.cu")
 file(GLOB_RECURSE hashed_sources CONFIGURE_DEPENDS "${root}/include/*" "${root}/src/api/*"
      "${root}/src/host/*" "${root}/src/kernels/*" "${root}/cmake/*.cmake" "${root}/cmake/*.in" "${root}/cmake/*.txt")
 
-# Which sources, which architectures: a header that changes with any source.
+# A header with the hash of the sources and the architectures, which is written again when any source changes.
 set(build_info "${CMAKE_BINARY_DIR}/generated/build_info.h")
 list(JOIN DMATTN_CODE_NAMES "," architectures)
 add_custom_command(
@@ -18,7 +18,7 @@ add_custom_command(
   DEPENDS ${hashed_sources} "${root}/CMakeLists.txt" "${root}/cmake/write_build_info.py" "${root}/cmake/source_hash.py"
   VERBATIM)
 
-# One list of exported names: the linker's whitelist here, and what the tests compare the library with.
+# One list of exported names. The linker exports these alone, and the tests compare the library with the list.
 file(STRINGS "${root}/cmake/exported_symbols.txt" exported_symbols REGEX "^dmattn_")
 list(TRANSFORM exported_symbols REPLACE "(.+)" "    \\1;")
 string(REPLACE ";;" ";\n" symbol_lines "${exported_symbols}")
@@ -44,10 +44,10 @@ set_target_properties(
              CUDA_RUNTIME_LIBRARY Static
              CUDA_ARCHITECTURES OFF
              LINK_DEPENDS "${version_script}"
-             # Keeps what ptxas says about registers and spills beside each object.
+             # Keeps the registers and spills that ptxas reports in a log beside each object.
              CUDA_COMPILER_LAUNCHER "${Python_EXECUTABLE};${root}/cmake/compile_with_log.py")
 
-# All of those logs in one file, which is installed and which the tests read.
+# Merges these logs into one file, which is installed, and which the tests read.
 set(kernel_resources "${CMAKE_LIBRARY_OUTPUT_DIRECTORY}/kernel_resources.json")
 add_custom_command(
   TARGET dmattn POST_BUILD

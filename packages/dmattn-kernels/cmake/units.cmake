@@ -2,28 +2,30 @@
 # gathered}. Each becomes a source file in the build folder and a row of the table behind kernels/units.h. Sets
 # DMATTN_UNIT_SOURCES.
 #
-# For each architecture: the folder of its kernels in src/kernels/attention, what its units are compiled for, its directions and walks.
-# "general" is everything in DMATTN_CUDA_ARCHS but code that only one architecture runs (sm_90a); otherwise it is such a
-# code, and the architecture is left out unless DMATTN_CUDA_ARCHS has it. Directions may be missing, and those that are
-# there may have head-dim tiles of their own for a walk (head_dims_<architecture>_<direction>_<walk>): the row in
-# src/host/arch.cpp says whose units stand in.
+# DMATTN_UNIT_ARCHS lists the architectures by the folders of their kernels in src/kernels/attention. For each of
+# them, code_<architecture> says what its units are compiled for. "general" is everything in DMATTN_CUDA_ARCHS except
+# code that only one architecture runs (sm_90a). Anything else is the name of such code, and the architecture is left
+# out unless DMATTN_CUDA_ARCHS has it. directions_<architecture> and walks_<architecture> list its directions and
+# walks. A direction may be missing, and head_dims_<architecture>_<direction>_<walk> may limit its head-dim tiles;
+# src/host/arch.cpp says whose units stand in (KernelSet::fallback).
 set(DMATTN_UNIT_ARCHS sm80 sm90)
 set(code_sm80 general)
 set(directions_sm80 fwd bwd decode short_fwd short_bwd)
 set(walks_sm80 tiled gathered)
-# Few keys need no lists, and their kernels are for small head dimensions.
+# Few keys need no lists, and their kernels are for head dimensions up to 64.
 foreach(direction IN ITEMS short_fwd short_bwd)
   set(head_dims_sm80_${direction}_tiled 64)
   set(head_dims_sm80_${direction}_gathered "")
 endforeach()
-# Directions of general code that have kernels that start early (src/kernels/shared/early_start.cuh).
+# Directions of general code whose kernels start early (src/kernels/shared/early_start.cuh).
 set(early_directions decode)
 set(code_sm90 sm_90a)
 set(directions_sm90 fwd bwd)
 set(walks_sm90 tiled gathered)
-# Units on Hopper with a matrix instruction of another width than 8, 16, 32, 64, 96, 128, 192 and 256: 80 and 112 keys
-# in the forward, 48 rows in the backward. CuTe declares those where this macro is defined, in headers that take longer
-# to read than the rest of a unit to compile. A unit that is missing here fails by a static_assert in its traits.
+# Units on Hopper that use a matrix instruction of a width other than 8, 16, 32, 64, 96, 128, 192 and 256: 80 or 112
+# keys in the forward, 48 rows in the backward. CuTe declares those instructions only where the macro below is
+# defined, in headers that take longer to read than the rest of a unit takes to compile. For a unit that is missing
+# here, a static_assert in its traits fails.
 set(all_widths_sm90_fwd_tiled 256)
 set(all_widths_sm90_bwd_tiled 64)
 set(all_widths_macro CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED)

@@ -1,4 +1,4 @@
-// The C interface with C++ manners: errors as exceptions, parameters that start zeroed. Header only.
+// A thin C++ layer over the C interface: errors become exceptions, and parameters start zeroed. Header only.
 #ifndef DMATTN_DMATTN_HPP_
 #define DMATTN_DMATTN_HPP_
 
@@ -53,7 +53,7 @@ inline dmattn_tensor make_tensor(void* data, dmattn_dtype dtype, std::initialize
   return tensor;
 }
 
-// The same, contiguous.
+// A view of contiguous device memory.
 inline dmattn_tensor make_tensor(void* data, dmattn_dtype dtype, std::initializer_list<int64_t> shape) {
   if (shape.size() > 4) {
     throw Error(DMATTN_ERROR_INVALID_VALUE, "shape has " + std::to_string(shape.size()) + " entries; wanted up to 4");

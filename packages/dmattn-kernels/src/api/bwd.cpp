@@ -24,7 +24,8 @@ void write_zeros(const BwdPlan& plan, const dmattn_bwd_params& p, cudaStream_t s
   }
 }
 
-// Tiles of listed keys write the rows of dk and dv that are kept: the others are cleared before, or after a round.
+// Kernels over lists write dk and dv of listed keys only. The rows of all other keys are cleared here, unless dk and
+// dv come from sums by key, or a sole chunk clears them after the round.
 void clear_dkv(const BwdPlan& plan, cudaStream_t stream) {
   const BwdParams& kernel = plan.kernel;
   const bool has_sums = kernel.dk_accum != nullptr || kernel.dv_accum != nullptr || kernel.terms.first != nullptr;
@@ -39,7 +40,8 @@ void clear_dkv(const BwdPlan& plan, cudaStream_t stream) {
   clear(kernel.dv, kernel.dv_stride);
 }
 
-// What is cleared for a round before its lists, if it has any; the sums of all rounds are at the beginning.
+// The memory to clear before a round, which is before its lists are made. It begins with the sums that all rounds add
+// to, which are cleared for the first round only.
 Cleared zeros_of(const BwdPlan& plan, const BwdRound& round, bool is_first) {
   const size_t begin = is_first ? 0 : plan.once_zero_bytes;
   size_t end = plan.once_zero_bytes + plan.counter_zero_bytes;
@@ -52,10 +54,10 @@ void clear_dbias(const BwdPlan& plan, cudaStream_t stream) {
   check_cuda(clear_bytes(plan.dbias, plan.dbias_zero_bytes, stream), "clearing dbias");
 }
 
-// Returns whether the sums of the first round have been cleared, too: of a small call that spares the host a launch.
+// Returns whether the sums of the first round have been cleared, too. In small calls that saves a launch.
 bool prepare(const BwdPlan& plan, cudaStream_t stream) {
   if (plan.launches && plan.walk == KeyWalk::kMaskList) {
-    // What it clears of used_rows comes before the rows are looked at.
+    // This also clears used_rows, which bwd_preprocess() then fills.
     check_cuda(compact_keys(plan.mask, plan.kernel.keys, plan.used_rows, stream), "listing the keys of the mask");
   }
   Cleared cleared;
@@ -113,7 +115,7 @@ void launch_kernels(const BwdPlan& plan, const BwdParams& round, cudaStream_t st
   }
 }
 
-// dk and dv of a round from their sums.
+// Writes dk and dv of a round from their sums.
 void finish_keys(const BwdPlan& plan, const BwdRound& round, const BwdParams& kernel, cudaStream_t stream) {
   const bool completes = completes_dkv(plan, round);
   if ((kernel.dk_slots != nullptr || kernel.dv_slots != nullptr) && completes) {
@@ -141,8 +143,8 @@ void tell_keys_are_written(const dmattn_bwd_params& p, cudaStream_t stream) {
   check_cuda(cudaEventRecord(static_cast<cudaEvent_t>(p.keys_written), stream), "recording keys_written");
 }
 
-// All gradients, of which dq of the last round comes last: nobody waits for it who waits for keys_written.
-// is_cleared: the sums of the first round are zeros.
+// Computes all gradients. dq of the last round comes last, so that whoever waits for keys_written need not wait for
+// it. is_cleared: the sums of the first round are zeros already.
 void launch_rounds(const BwdPlan& plan, const dmattn_bwd_params& p, bool is_cleared, cudaStream_t stream) {
   bool is_first = true;
   for_each_round(plan, [&](const BwdRound& round) {
@@ -161,7 +163,7 @@ void launch_rounds(const BwdPlan& plan, const dmattn_bwd_params& p, bool is_clea
   });
 }
 
-// Few keys: one launch, and what a dbias that is a sum takes before and after it.
+// Few keys: one launch, and what comes before and after it if dbias is a sum.
 void launch_short(const BwdPlan& plan, cudaStream_t stream) {
   clear_dbias(plan, stream);
   clear_sums(zeros_of(plan, BwdRound{}, /*is_first=*/true), stream);

@@ -1,4 +1,4 @@
-// Appending to a cache of keys, and attending to it; drafts.
+// Appending to a cache of keys, with or without attention to it; drafts of tokens for such a cache.
 #include "kernels/cache/cache.h"
 
 #include "api/operation.h"

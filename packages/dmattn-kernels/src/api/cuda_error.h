@@ -7,8 +7,8 @@
 
 namespace dmattn {
 
-// `what` was being done when the CUDA runtime returned `error`. The runtime forgets it then: what asks for the last
-// error behind a later launch would be told of this one.
+// `what` was being done when the CUDA runtime returned `error`. The runtime's record of the error is cleared:
+// otherwise code that asks for the last error after a later launch would get this one.
 inline void check_cuda(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
   (void)cudaGetLastError();

@@ -18,7 +18,7 @@ constexpr bool kHasAllTiles = true;
 constexpr bool kHasAllTiles = false;
 #endif
 
-// A set of kernels by its name, whatever the device; nullptr: chosen by the device.
+// Name of the kernel set that DMATTN_ARCH asks for, on all devices; nullptr: each device gets its own.
 const char* forced_kernels() {
   static const char* const value = std::getenv("DMATTN_ARCH");
   return value != nullptr && value[0] != '\0' ? value : nullptr;
@@ -47,8 +47,8 @@ void check_exists(int32_t device) {
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);
   if (error != cudaSuccess || count == 0) {
-    (void)cudaGetLastError();  // forgotten by the runtime: the failure below reports it
-    // The runtime calls a driver that is not there an insufficient one.
+    (void)cudaGetLastError();  // clears the runtime's record of the error, which is reported below
+    // If there is no driver, the runtime reports an insufficient one.
     const char* why = error == cudaErrorInsufficientDriver
                           ? "there is no NVIDIA driver, or it is too old for this build"
                       : error == cudaSuccess ? cudaGetErrorString(cudaErrorNoDevice)

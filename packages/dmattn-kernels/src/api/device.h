@@ -9,10 +9,10 @@
 namespace dmattn {
 
 // Fails with DMATTN_ERROR_NO_DEVICE (no driver, no GPU, no such number) or DMATTN_ERROR_UNSUPPORTED (no kernels for
-// it). What is found is kept for the life of the process; so is DMATTN_ARCH.
+// it). The result, and the value of DMATTN_ARCH, are kept for the life of the process.
 const Device& find_device(int32_t device);
 
-// Makes a device current, and the former one again at the end.
+// Makes a device current for the life of this object, then the former one again.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int32_t device);

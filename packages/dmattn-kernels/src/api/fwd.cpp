@@ -31,7 +31,7 @@ void launch(const FwdPlan& plan, cudaStream_t stream) {
     decode.arrivals = plan.arrivals;
     decode.launch_tag = next_launch_tag();
     check_cuda(find_decode_unit(plan.unit)(plan.choice, decode, stream), "launching the decode kernel");
-    return;  // it combines its splits itself
+    return;  // the decode kernel combines its splits itself
   }
   check_cuda(find_fwd_unit(plan.unit)(plan.choice, plan.kernel, stream), "launching the forward kernel");
   if (plan.leaves_parts()) {

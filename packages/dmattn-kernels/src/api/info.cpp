@@ -5,7 +5,7 @@
 #include "dmattn/dmattn.h"
 #include "host/error.h"
 
-// Found by searching the binary: which sources it was built from.
+// Says which sources the binary was built from. It is found by searching the binary for the prefix.
 extern "C" __attribute__((used, visibility("hidden"))) const char dmattn_build_id[] =
     "dmattn-source-hash:" DMATTN_SOURCE_HASH;
 

@@ -1,4 +1,4 @@
-// Keys of two stretches behind one another, and the keys that are still seen behind a stretch.
+// Joining the keys of two stretches, and extracting the keys that the rows behind a stretch still see.
 #include "kernels/keys/keys.h"
 
 #include "api/operation.h"

@@ -1,7 +1,7 @@
 // What every exported operation has in common.
 //
-//   dmattn_x_workspace_size   validate, look the device up, plan: the size of the workspace
-//   dmattn_x                  the same plan (see host/planned_call.h), put into the caller's workspace, launched
+//   dmattn_x_workspace_size   checks the parameters, looks up the device and makes the plan, which has the size
+//   dmattn_x                  uses the same plan (see host/planned_call.h), places it in the workspace, and launches
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@
 
 namespace dmattn {
 
-// Runs the body of an exported function: nothing it throws leaves the library.
+// Runs the body of an exported function. No exception leaves the library.
 template <class Body>
 dmattn_status at_boundary(Body&& body) noexcept {
   try {
@@ -39,7 +39,7 @@ dmattn_status report_workspace_size(const Params* params, size_t* bytes) {
   });
 }
 
-// launch(call, stream) enqueues what the plan says.
+// launch(call, stream) enqueues the kernels of the plan.
 template <class Params, class Launch>
 dmattn_status run(const Params* params, void* workspace, size_t bytes, void* stream, Launch&& launch) {
   return at_boundary([&] {

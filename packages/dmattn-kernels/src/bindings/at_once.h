@@ -1,7 +1,7 @@
-// A call of the library in one call from Python: its parameters, its workspace and its launch.
+// Functions for Python that do a whole call of the library: they read the parameters, get the workspace and launch.
 //
-// The arguments are those of the constructor of a parameter struct, all of them and by position, and the stream behind
-// them. They are converted here: pybind11 takes longer for twenty of them than the kernels' launch.
+// The arguments are those of the constructor of the parameter struct, all of them by position, followed by the
+// stream. They are converted here because pybind11 would take longer for twenty of them than the launch takes.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -57,7 +57,7 @@ struct As<bool> {
   }
 };
 
-// Exceptions as a function of Python's C API reports them.
+// Runs the body of a function of Python's C API. An exception becomes a Python exception and a null result.
 template <class F>
 PyObject* at_boundary(F&& body) {
   try {
@@ -77,9 +77,9 @@ Params read_params(Params (*make)(Args...), PyObject* const* given, std::index_s
   return make(As<Args>::read(given[I])...);
 }
 
-// Returns 0 when it is launched. Otherwise nothing is, and that many bytes of workspace are wanted, which the framework
-// of the first tensor did not give: the caller makes the struct, and finds memory or the right words for there being
-// none.
+// Returns 0 if the call has been launched. Otherwise nothing has been launched, and the result is the size of the
+// workspace in bytes, for which the framework of the first tensor gave no memory. The caller then makes the parameter
+// struct, and finds memory or raises the error that says that there is none.
 template <class Params, class... Args, class Enqueue, class Launch>
 PyObject* run(Params (*make)(Args...), PyObject* const* given, Py_ssize_t count, Enqueue&& enqueue, Launch&& launch) {
   constexpr size_t kArguments = sizeof...(Args);
@@ -92,7 +92,8 @@ PyObject* run(Params (*make)(Args...), PyObject* const* given, Py_ssize_t count,
     const auto stream = static_cast<uintptr_t>(As<int64_t>::read(given[kArguments]));
     size_t bytes = enqueue(params, stream);
     if (bytes > 0) {
-      // The framework hands the memory out again for later work of the same stream only.
+      // May be freed while the kernels run: the framework uses the memory again only for later work on the same
+      // stream.
       const exchange::Scratch scratch(exchange::find_api(Py_TYPE(given[1])), params.device, bytes);
       if (scratch.data() != nullptr) {
         launch(params, reinterpret_cast<uintptr_t>(scratch.data()), bytes, stream);

@@ -74,7 +74,7 @@ void read_selection(py::handle handle, int32_t device, dmattn_key_selection& sel
 
 // --- errors --------------------------------------------------------------------------------------------------------
 
-// Runs f with the GIL released; what dmattn.hpp throws becomes the exception that Python knows for it.
+// Runs f with the GIL released. A dmattn::Error becomes the Python exception that matches its status.
 template <class F>
 auto without_gil(F&& f) {
   try {
@@ -294,8 +294,9 @@ void launch(const Params& p, uintptr_t workspace, size_t bytes, uintptr_t stream
   without_gil([&] { dmattn::launch(p, reinterpret_cast<void*>(workspace), bytes, reinterpret_cast<void*>(stream)); });
 }
 
-// Launches at once what needs no workspace. Returns the bytes it needs; unless 0, nothing has been launched. For the
-// caller this is one call instead of two; for the library too, which plans a call once (see host/planned_call.h).
+// Launches the call if it needs no workspace. Returns the bytes of workspace that it needs; unless that is 0, nothing
+// has been launched. This saves Python code a call. The library plans a call only once anyway (see
+// host/planned_call.h).
 template <class Params>
 size_t enqueue(const Params& p, uintptr_t stream) {
   return without_gil([&] {
@@ -305,7 +306,7 @@ size_t enqueue(const Params& p, uintptr_t stream) {
   });
 }
 
-// The same and the workspace, in one call: enqueue_fwd and so on. See at_once.h.
+// The functions enqueue_fwd and so on, which do the same and also get the workspace: see at_once.h.
 template <auto make>
 PyObject* enqueue_at_once(PyObject*, PyObject* const* given, Py_ssize_t count) {
   const auto first = [](const auto& p, uintptr_t stream) { return enqueue(p, stream); };
@@ -325,24 +326,32 @@ PyMethodDef at_once(const char* name, const char* doc) {
 }
 
 PyMethodDef plain_functions[] = {
-    at_once<&make_fwd>("enqueue_fwd", "enqueue_fwd(*arguments) -> int\n\nOf FwdParams, and the stream."),
-    at_once<&make_bwd>("enqueue_bwd", "enqueue_bwd(*arguments) -> int\n\nOf BwdParams, and the stream."),
-    at_once<&make_select>("enqueue_select", "enqueue_select(*arguments) -> int\n\nOf SelectParams, and the stream."),
+    at_once<&make_fwd>("enqueue_fwd",
+                       "enqueue_fwd(*arguments) -> int\n\nTakes the arguments of FwdParams, then the stream."),
+    at_once<&make_bwd>("enqueue_bwd",
+                       "enqueue_bwd(*arguments) -> int\n\nTakes the arguments of BwdParams, then the stream."),
+    at_once<&make_select>("enqueue_select",
+                          "enqueue_select(*arguments) -> int\n\nTakes the arguments of SelectParams, then the stream."),
     at_once<&make_build_key_lists>(
         "enqueue_build_key_lists",
-        "enqueue_build_key_lists(*arguments) -> int\n\nOf BuildKeyListsParams, and the stream."),
-    at_once<&make_cache_append>("enqueue_cache_append",
-                                "enqueue_cache_append(*arguments) -> int\n\nOf CacheAppendParams, and the stream."),
-    at_once<&make_cache_draft>("enqueue_cache_draft",
-                               "enqueue_cache_draft(*arguments) -> int\n\nOf CacheDraftParams, and the stream."),
-    at_once<&make_cache_commit>("enqueue_cache_commit",
-                                "enqueue_cache_commit(*arguments) -> int\n\nOf CacheCommitParams, and the stream."),
-    at_once<&make_join_keys>("enqueue_join_keys",
-                             "enqueue_join_keys(*arguments) -> int\n\nOf JoinKeysParams, and the stream."),
-    at_once<&make_keep_keys>("enqueue_keep_keys",
-                             "enqueue_keep_keys(*arguments) -> int\n\nOf KeepKeysParams, and the stream."),
+        "enqueue_build_key_lists(*arguments) -> int\n\nTakes the arguments of BuildKeyListsParams, then the stream."),
+    at_once<&make_cache_append>(
+        "enqueue_cache_append",
+        "enqueue_cache_append(*arguments) -> int\n\nTakes the arguments of CacheAppendParams, then the stream."),
+    at_once<&make_cache_draft>(
+        "enqueue_cache_draft",
+        "enqueue_cache_draft(*arguments) -> int\n\nTakes the arguments of CacheDraftParams, then the stream."),
+    at_once<&make_cache_commit>(
+        "enqueue_cache_commit",
+        "enqueue_cache_commit(*arguments) -> int\n\nTakes the arguments of CacheCommitParams, then the stream."),
+    at_once<&make_join_keys>(
+        "enqueue_join_keys",
+        "enqueue_join_keys(*arguments) -> int\n\nTakes the arguments of JoinKeysParams, then the stream."),
+    at_once<&make_keep_keys>(
+        "enqueue_keep_keys",
+        "enqueue_keep_keys(*arguments) -> int\n\nTakes the arguments of KeepKeysParams, then the stream."),
     {"kind_of", as_function(&dmattn::kind_of), METH_FASTCALL,
-     "kind_of(*arguments) -> bytes | None\n\nOf a tuple of types, and tensors."},
+     "kind_of(types, *tensors) -> bytes | None\n\nThe kind of the tensors; None if one is not of these types."},
     {nullptr, nullptr, 0, nullptr},
 };
 

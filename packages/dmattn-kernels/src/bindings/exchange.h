@@ -1,8 +1,9 @@
 // Tensors of Python frameworks that offer DLPack's C exchange interface (torch from 2.10 on), read in place.
 //
-// A type of tensors then has an attribute __dlpack_c_exchange_api__, a capsule with a table of functions. One of them
-// describes a tensor without making Python objects, in a twentieth of the time that Python takes to ask it for its
-// address, shape and strides. The types below are DLPack's (https://dmlc.github.io/dlpack), of version 1.
+// Such a type of tensors has an attribute __dlpack_c_exchange_api__, a capsule with a table of functions. One of them
+// describes a tensor without making Python objects. That takes a twentieth of the time that it takes Python code to
+// ask for the address, shape and strides. The types below are those of version 1 of DLPack
+// (https://dmlc.github.io/dlpack).
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -49,8 +50,9 @@ using SetError = void (*)(void* context, const char* kind, const char* message);
 
 struct Api {
   uint32_t major, minor;
-  Api* older;  // with the version of another major number, or null
-  // Not 0: it has called set_error. From the framework's own memory, for its current stream.
+  Api* older;  // the table of another major version, or null
+  // Allocates from the framework's own memory, for its current stream. If the result is not 0, it has called
+  // set_error.
   int (*allocate)(DlTensor* prototype, DlManaged** out, void* error_context, SetError set_error);
   void (*export_tensor)();
   void (*import_tensor)();
@@ -61,11 +63,11 @@ struct Api {
 constexpr int32_t kCpu = 1, kCuda = 2, kCudaManaged = 13;
 constexpr uint8_t kInt = 0, kUint = 1, kFloat = 2, kBfloat = 4, kBool = 6;
 
-// Types whose tables are remembered. They are then kept alive, so programs that make types as they go must not add to
-// them without end; other types are asked each time.
+// The most types whose tables are remembered. These types are kept alive, so that their number is limited: a program
+// may create types again and again. Other types are asked each time.
 constexpr size_t kMostTypes = 64;
 
-// The table of a type of tensors; null where it has none that we can use. Called with the GIL held.
+// The table of a type of tensors; null if it has none that this code can use. Called with the GIL held.
 inline const Api* find_api(PyTypeObject* type) {
   static std::vector<std::pair<PyTypeObject*, const Api*>> known;
   for (const auto& [known_type, api] : known) {
@@ -81,7 +83,7 @@ inline const Api* find_api(PyTypeObject* type) {
   }
   PyErr_Clear();
   if (found != nullptr && known.size() < kMostTypes) {
-    Py_INCREF(type);  // never another type at its address
+    Py_INCREF(type);  // so that no other type gets its address
     known.emplace_back(type, found);
   }
   return found;
@@ -110,7 +112,7 @@ inline void read(const Api& api, PyObject* object, int32_t device, dmattn_tensor
     throw pybind11::value_error(std::string(name) + " cannot be described by its framework");
   }
   const bool on_gpu = from.device.type == kCuda || from.device.type == kCudaManaged;
-  // The CPU has the number -1, as torch calls it.
+  // The CPU is device number -1, as in torch. -2: any other device.
   const int32_t found = on_gpu ? from.device.id : from.device.type == kCpu ? -1 : -2;
   if (found != device) {
     throw pybind11::value_error(std::string(name) + " is on a device of DLPack type " +
@@ -131,10 +133,10 @@ inline void read(const Api& api, PyObject* object, int32_t device, dmattn_tensor
   }
 }
 
-// Device memory from the framework that has this table, given back at the end of the scope.
+// Device memory from the framework that has this table, freed at the end of the scope.
 class Scratch {
  public:
-  // data() stays null where the framework offers none, or has none left.
+  // data() is null if the framework offers no memory or has none left.
   Scratch(const Api* api, int32_t device, size_t bytes) {
     if (api == nullptr || api->allocate == nullptr) return;
     int64_t extent = static_cast<int64_t>(bytes);

@@ -1,4 +1,4 @@
-// What tells calls apart that need not be checked twice: the kind of each tensor, as bytes.
+// The kinds of a call's tensors as bytes, by which the Python packages recognise calls that they have checked before.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -11,9 +11,10 @@ namespace dmattn {
 
 constexpr int32_t kMostDims = 8, kMostTensors = 8;
 
-// kind_of(types, *tensors): shape, strides, dtype and device of each tensor, or that it is None, as bytes. Two lists of
-// tensors have the same bytes exactly if they agree in all of that. None: one of them is not of one of `types` (its
-// subclasses are others), its framework cannot describe it, or it is a view with another sign.
+// kind_of(types, *tensors): shape, strides, dtype and device of each tensor, or that it is None, as bytes. Two lists
+// of tensors have the same bytes exactly if they agree in all of that. The result is None if a tensor's type is not
+// exactly one of `types` (a subclass is not), if its framework cannot describe it, or if it is a view with its sign
+// flipped (is_neg).
 inline PyObject* kind_of(PyObject*, PyObject* const* given, Py_ssize_t count) {
   if (count < 1 || count > 1 + kMostTensors || !PyTuple_Check(given[0])) {
     PyErr_SetString(PyExc_TypeError, "wanted a tuple of types, and up to 8 tensors or None");

@@ -34,27 +34,28 @@ FwdTile sm90_fwd_tile_of(const FwdParams& p, Level level, bool gathered) {
                                                  : sm90_changed_fwd_tile(p, p.num_splits);
   return {tile.block_m(), tile.block_n, 4 * (tile.consumers + 1), tile.blocks_per_sm};
 }
-// TMA takes strides of at most 2^40 bytes, and none of 0: an expanded view.
+// TMA takes strides of at most 2^40 bytes, and not the strides of 0 that expanded views have.
 bool has_tma_strides(const Strides3& stride, int32_t batch, int32_t rows, int32_t heads) {
   constexpr int64_t kLimit = int64_t{1} << 39;  // in 16-bit elements
   const auto fits = [](int64_t step, int32_t extent) { return extent == 1 || (step > 0 && step < kLimit); };
   return fits(stride.batch, batch) && fits(stride.row, rows) && fits(stride.head, heads);
 }
-// Of packed sequences, which the maps number from 2^30 rows back, at 2^34 bytes less a row's stride (see
-// kPackedOrigin).
+// The same for packed sequences. Their maps number rows backwards from 2^30, and have a stride of 2^34 bytes less
+// that of a row (see kPackedOrigin).
 bool has_packed_tma_strides(const Strides3& stride, int32_t rows, int32_t heads) {
   return rows <= (1 << 30) && stride.row < int64_t{1} << 33 && has_tma_strides(stride, 1, rows, heads);
 }
-// Rows of listed keys are read at 32-bit multiples of their stride in bytes.
+// The kernels compute the address of a listed row as a 32-bit number times its stride in bytes.
 bool has_gather_stride(const Strides3& stride) { return stride.row >= 0 && stride.row <= INT32_MAX; }
 bool sm90_serves_lists(const FwdParams& p, Level level) {
   const bool has_key_bias = level == Level::kGeneral && p.bias.kind == BiasKind::kKey && p.softcap == 0.f &&
                             !p.packing.is_active() && p.vec_q && p.vec_k && p.vec_v && p.vec_out;
   return (level == Level::kPlain || has_key_bias) && has_gather_stride(p.k_stride) && has_gather_stride(p.v_stride);
 }
-// Tiles of a bias for each row and key, 16-bit or fp32, or of its gradient. Their rows may start anywhere: what TMA
-// does not take is copied by threads. A stride of 0 stands for a bias that heads or batches share.
-constexpr int32_t kMostKeysOfBiasRow = 1 << 29;  // of which threads count the bytes in 32 bits
+// Whether Hopper's kernels take these tiles: of a bias for each row and key, 16-bit or fp32, or of its gradient.
+// Their rows may start anywhere, as threads copy what TMA does not take. A stride of 0 means that heads or batches
+// share the bias.
+constexpr int32_t kMostKeysOfBiasRow = 1 << 29;  // threads count the bytes of such a row in 32 bits
 bool serves_bias_tiles(const Strides3& s, int32_t batch, int32_t rows, int32_t heads, int32_t keys) {
   return keys <= kMostKeysOfBiasRow && has_tma_strides(s, s.batch == 0 ? 1 : batch, rows, s.head == 0 ? 1 : heads);
 }
@@ -64,7 +65,7 @@ bool sm90_serves_bias(const FwdParams& p) {
   const Strides3 stride = {bias.batch_stride, bias.head_stride, bias.row_stride};
   return bias.col_stride == 1 && serves_bias_tiles(stride, p.batch, p.seqlen_q, p.nheads, p.seqlen_k);
 }
-// Windows have a kernel of their own, and that for a bias for each key finds them, too.
+// Windows have a kernel of their own; the kernels for softcap and for a bias for each key find windows, too.
 bool sm90_serves_window(const FwdParams& p) {
   const bool has_key_bias = p.bias.kind == BiasKind::kKey && p.softcap == 0.f && p.softmax_scale > 0.f;
   return p.window == 0 || has_plain_window(p) || has_plain_softcap(p) || has_key_bias;
@@ -92,7 +93,7 @@ bool sm90_serves_fwd(const FwdParams& p, Level level, bool gathered) {
 DqOrder sm90_dq_order(const BwdTile& tile) {
   return tile.block_m % 64 == 0 ? DqOrder::kVectors : DqOrder::kTransposedVectors;
 }
-// Sums of the gradient of a dense bias have any number of keys a row.
+// The gradient's strides matter only if each score has its own entry (kTile). Sums may have rows of any length.
 bool has_bias_tiles(const BwdParams& p) {
   if (p.bias.kind == BiasKind::kNone || p.bias.kind == BiasKind::kKey) return true;
   const auto serves = [&](const Strides3& s) {
@@ -102,16 +103,16 @@ bool has_bias_tiles(const BwdParams& p) {
   return p.bias.col_stride == 1 && serves({p.bias.batch_stride, p.bias.head_stride, p.bias.row_stride}) &&
          (p.dbias_kind != DbiasKind::kTile || serves(to));
 }
-// Clusters that add to dq in order look at the boundaries of all sequences first, each of them.
+// Clusters that add to dq in a fixed order first check the boundaries of all sequences, each cluster by itself.
 constexpr int32_t kMostSequencesOfWideTurns = 1024;
-// Rows of a bias are read at 32-bit multiples of their stride in bytes.
+// The kernel computes the address of a row of a bias as a 32-bit number times its stride in bytes.
 bool sm90_serves_wide_bwd(const BwdParams& p, bool gathered) {
   if (gathered) return true;
   if (p.bias.row_stride > INT32_MAX / 4) return false;
   if (p.deterministic && p.packing.sequences > kMostSequencesOfWideTurns) return false;
   return p.softcap == 0.f || has_finite_softcap(p.softcap);
 }
-// Cut probabilities are powers of -inf times the scale, which must be positive.
+// Scores that are cut are -inf before they are multiplied by the scale, and stay -inf only if the scale is positive.
 bool sm90_serves_bwd(const BwdParams& p, bool gathered) {
   const bool is_packed = p.packing.is_active();
   const auto fits_rows = [&](const Strides3& s) {
@@ -132,14 +133,14 @@ bool sm90_serves_bwd(const BwdParams& p, bool gathered) {
          fits_keys(p.dk_stride) && fits_keys(p.dv_stride);
 }
 
-// Hopper's own instructions are not in PTX that newer chips run: the code is for 9.0 alone.
+// Hopper's own instructions are in no PTX that newer chips could run: the code is for 9.0 alone.
 bool is_hopper(int32_t capability) { return capability == 90; }
 
 constexpr int32_t kNewest = INT32_MAX;
 
-// The first row that fits a chip and its shared memory, and that the binary has code for, serves the chip: newer
-// architectures come before older ones.
-// sm89 is the sm80 code with tiles that fit 99 KB: chips of 8.6, 8.9 and 12.x have no more.
+// A chip gets the first of these sets that is for its compute capability, fits its shared memory, and has code in the
+// binary. So newer architectures come before older ones. sm89 is the sm80 code with tiles that fit 99 KB: chips of
+// 8.6, 8.9 and 12.x have no more.
 constexpr KernelSet kKernelSets[] = {
     {"sm90", Arch{90}, TileSet::kWide, 90, 90, /*smem_per_block=*/227 * 1024, is_hopper, /*fallback=*/"sm80",
      sm90_fwd_tile_of, sm90_bwd_tile, sm90_dq_order, sm90_serves_fwd, sm90_serves_bwd, /*finds_windows=*/true,
@@ -168,13 +169,13 @@ const KernelSet& find_forced(const char* name) {
   fail(DMATTN_ERROR_INVALID_VALUE, "DMATTN_ARCH in the environment is '%s'; wanted %s", name, names);
 }
 
-// Tile shapes that a chip's code has.
+// The tile sets for which the code of a chip is compiled.
 struct HeldTiles {
   bool wide = false, narrow = false;
   bool hold(TileSet tiles) const { return tiles == TileSet::kNarrow ? narrow : wide; }
 };
 
-// The number of a name like "sm_80" or "compute_80"; 0: it begins otherwise, or has a letter behind the number.
+// The number in a name like "sm_80" or "compute_80"; 0 if the name begins otherwise, or does not end with the number.
 int32_t number_behind(const char* prefix, const char* name, size_t length) {
   const size_t begin = std::strlen(prefix);
   if (length <= begin || std::strncmp(name, prefix, begin) != 0) return 0;
@@ -186,9 +187,9 @@ int32_t number_behind(const char* prefix, const char* name, size_t length) {
   return number;
 }
 
-// What a binary has for a chip, by a list like "sm_80,sm_89,compute_89": the driver takes machine code of the same
-// major capability, the newest that the chip runs, and without any the newest PTX. cmake/cuda.cmake has the tile shapes
-// of each.
+// What the binary has for a chip, according to a list like "sm_80,sm_89,compute_89". The driver takes the newest
+// machine code that has the chip's major capability and that the chip can run; if there is none, the newest PTX.
+// cmake/cuda.cmake decides which tile sets each of these has.
 HeldTiles tiles_of_chip(const char* built_for, int32_t capability) {
   int32_t native = 0, ptx = 0;
   for (const char* at = built_for; *at != '\0';) {
@@ -236,7 +237,8 @@ const KernelSet& choose_kernel_set(const Chip& chip, const char* forced, const c
     return set.is_compiled_for == nullptr ||
            (set.is_compiled_for(chip.capability) && has_own_code(built_for, chip.capability));
   };
-  // The first that fits and is there; else, for the message, the first that fits, or the one that asks for least.
+  // chosen: the first set that fits and is compiled. If there is none, the error names the first that fits, or the
+  // one with the smallest tiles.
   const KernelSet* chosen = nullptr;
   const KernelSet* fitting = nullptr;
   const KernelSet* smallest = &kKernelSets[0];
@@ -277,7 +279,7 @@ const KernelSet& resolve_unit(const KernelSet& kernels, Unit& unit) {
 }
 
 void fail_without_unit(const Unit& unit) {
-  // Calls over few keys have the forward and the backward to fall back on.
+  // Not for the directions for few keys: such calls can fall back on the forward and the backward.
   const char* direction = unit.direction == Direction::kForward    ? "forward"
                           : unit.direction == Direction::kBackward ? "backward"
                                                                    : "decode";

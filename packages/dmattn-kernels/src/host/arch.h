@@ -1,4 +1,4 @@
-// What each chip gets: one row for each set of kernels (the code of an architecture with a set of tile shapes).
+// Which kernels a chip gets: one row for each kernel set (the code of an architecture with one of its tile sets).
 #pragma once
 
 #include <cstdint>
@@ -12,34 +12,32 @@
 namespace dmattn {
 
 struct KernelSet {
-  const char* name;  // as dmattn_device_architecture() and the variable DMATTN_ARCH have it
-  Arch arch;         // whose units run it
+  const char* name;  // for dmattn_device_architecture() and the environment variable DMATTN_ARCH
+  Arch arch;         // whose units have the kernels
   TileSet tiles;
-  // Chips that it is for, from min_capability to max_capability (10 * major + minor), where it is not forced.
+  // Compute capabilities (10 * major + minor) of the chips that get this set, unless DMATTN_ARCH says otherwise.
   int32_t min_capability, max_capability;
-  int32_t smem_per_block;  // bytes of shared memory that its largest tiles may take
-  // Where not nullptr: its kernels are in no PTX, but only in machine code of the chips for which this is true. Other
-  // kernels are wherever their tile shapes are (see cmake/cuda.cmake).
+  int32_t smem_per_block;  // bytes of shared memory that the largest tiles of the set may take
+  // Not nullptr: the kernels are in no PTX, only in machine code for the chips for which this returns true. nullptr:
+  // code for a chip has the kernels if it has their tile set (see cmake/cuda.cmake).
   bool (*is_compiled_for)(int32_t capability);
-  // Name of the set whose units stand in where `arch` has none of its own; nullptr: none does.
+  // Name of the set whose units are used if `arch` has no unit, or none that serves the call; nullptr: there is none.
   const char* fallback;
   FwdTile (*fwd_tile)(const FwdParams& p, Level level, bool gathered);
-  // in_64_rows: there is a dense mask, or sequences are packed.
+  // in_64_rows: whether the tile must have 64 rows, or a multiple of that (see sm90_bwd_tile()).
   BwdTile (*bwd_tile)(int head_dim_tile, bool gathered, bool has_bias, bool in_64_rows);
   DqOrder (*dq_order)(const BwdTile& tile);
-  // Whether its forward units compute this problem; nullptr: every one that they are compiled for.
+  // Whether the forward units compute this problem; nullptr: they compute every problem that they are compiled for.
   bool (*serves_fwd)(const FwdParams& p, Level level, bool gathered);
-  // Whether its backward units, which always find all three gradients, compute this problem. It is dense, with or without a
-  // dense mask, a window and a bias (then without softcap beside a mask or a bias, up to head_dim 128 without a mask
-  // beside an fp32 bias for each row and key, and deterministic only as far as warps take turns, see
-  // plan/bwd_residents.cpp); or of packed sequences with neither a mask nor a bias; or gathered, without softcap, and
-  // its bias, if any, is for each key. nullptr: they compute every one.
+  // Whether the backward units, which always compute all three gradients, compute this problem; nullptr: they compute
+  // every one. Asked only for problems that is_for_residents() (plan/bwd_residents.cpp) lets through: dense ones,
+  // packed sequences without a mask and a bias, and lists without softcap whose bias, if any, is for each key.
   bool (*serves_bwd)(const BwdParams& p, bool gathered);
-  // Its tiled kernels find the window of keys that rows see (FwdParams::window) by themselves.
+  // Whether its tiled kernels find the keys of a window (FwdParams::window) by themselves.
   bool finds_windows;
-  // Its kernels stay on an SM and take one block of rows (backward: of keys) after the other; those of the
-  // backward for head_dim_tile 256 begin for each block of keys anew. Of the forward only the
-  // plain kernel splits the keys; the backward does not split packed sequences.
+  // Whether thread blocks stay on an SM and take one block of rows (backward: of keys) after the other. In the
+  // backward for head_dim_tile 256 they begin anew for each block of keys. Such backward kernels do not split packed
+  // sequences.
   bool is_persistent;
 };
 
@@ -47,10 +45,10 @@ struct KernelSet {
 struct Device {
   const KernelSet* kernels = nullptr;
   int32_t num_sms = 108;
-  int32_t smem_per_sm = 164 * 1024;  // bytes of shared memory that the blocks of an SM have together
+  int32_t smem_per_sm = 164 * 1024;  // shared memory of an SM, in bytes
 };
 
-// nullptr: there is none of that name.
+// nullptr if there is no set of this name.
 const KernelSet* find_kernel_set(const char* name);
 
 // What a driver says about a chip.
@@ -60,18 +58,18 @@ struct Chip {
   int32_t smem_per_block = 0;
 };
 
-// The set for a chip, or the one named `forced` (nullptr: none is). `built_for` is what the binary holds, machine code
-// and PTX, e.g. "sm_80,sm_89,compute_89", and has_all_tiles says that all of that code has every tile shape.
-// Fails with DMATTN_ERROR_UNSUPPORTED where nothing fits, and _INVALID_VALUE for a name that there is not.
+// The set for a chip, or the one named `forced` (nullptr: not forced). built_for: the machine code and PTX that the
+// binary holds, e.g. "sm_80,sm_89,compute_89". has_all_tiles: all of this code has every tile set. Fails with
+// DMATTN_ERROR_UNSUPPORTED if no set fits, and with DMATTN_ERROR_INVALID_VALUE if there is no set named `forced`.
 const KernelSet& choose_kernel_set(const Chip& chip, const char* forced, const char* built_for, bool has_all_tiles);
 
-// The set whose unit does this work: `kernels`, or the first of its fallbacks that has one and for which serves(set) is
-// true. unit.arch is set to its architecture. nullptr: this build has none.
+// The first of `kernels` and its fallbacks that has such a unit and for which serves(set) is true. unit.arch is set
+// to its architecture. nullptr: there is none in this build.
 const KernelSet* find_unit_set(const KernelSet& kernels, Unit& unit,
                                const std::function<bool(const KernelSet&)>& serves);
-// The first that has one; fails where this build has none.
+// The first set that has such a unit. Fails if this build has none.
 const KernelSet& resolve_unit(const KernelSet& kernels, Unit& unit);
-// Fails with DMATTN_ERROR_UNSUPPORTED, as this build has no such unit.
+// Fails with DMATTN_ERROR_UNSUPPORTED because this build has no such unit.
 [[noreturn]] void fail_without_unit(const Unit& unit);
 
 }  // namespace dmattn

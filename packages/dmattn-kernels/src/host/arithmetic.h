@@ -1,4 +1,4 @@
-// Rounding.
+// Integer division and rounding up.
 #pragma once
 
 namespace dmattn {

@@ -1,4 +1,4 @@
-// What there is to know about an element type.
+// Sizes and names of element types.
 #pragma once
 
 #include <cstdint>

@@ -7,7 +7,7 @@ namespace dmattn {
 namespace {
 
 constexpr size_t kMessageBytes = 512;
-// An array and not a string: trivially destroyed, so that threads may end in any order.
+// An array, not a string: it has no destructor, so that threads may end in any order.
 thread_local char message[kMessageBytes] = "";
 
 }  // namespace

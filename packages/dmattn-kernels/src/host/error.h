@@ -10,10 +10,10 @@ struct Failure {
   dmattn_status status;
 };
 
-// Keeps the message for dmattn_last_error() and throws Failure.
+// Stores the message for dmattn_last_error() and throws Failure.
 [[noreturn]] void fail(dmattn_status status, const char* format, ...) __attribute__((format(printf, 2, 3)));
 
-// Keeps the message only.
+// Stores the message only.
 void set_last_error(const char* message);
 const char* last_error();
 

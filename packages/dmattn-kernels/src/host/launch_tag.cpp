@@ -13,7 +13,8 @@ uint64_t draw_first() {
 
 }  // namespace
 
-// SplitMix64: steps of an odd number pass through all numbers, and the mixing maps each to another one.
+// SplitMix64: adding an odd number over and over passes through all 64-bit numbers, and the mixing maps different
+// numbers to different ones.
 uint64_t next_launch_tag() {
   static std::atomic<uint64_t> state{draw_first()};
   uint64_t x = state.fetch_add(0x9e3779b97f4a7c15u, std::memory_order_relaxed);

@@ -1,5 +1,5 @@
-// The operations of the library: what their parameters are called, and how their plans are made. Every plan has
-// workspace_bytes and place(plan, base).
+// The operations of the library: the names of their parameter structs, and how their plans are made. Every plan has
+// workspace_bytes and a function place(plan, base).
 #pragma once
 
 #include "dmattn/dmattn.h"

@@ -1,7 +1,7 @@
-// A call is validated and planned once, though it is made of two: the question for the size of its workspace, and the
-// launch. Each thread remembers the last parameters of each operation that were right, with the plan for them, and does
-// not check or plan again for equal bytes. A plan knows what lies in the workspace, not where: place() gives it the
-// workspace of each launch. Nothing is shared between threads.
+// A call consists of two function calls, the one for the size of the workspace and the launch, but is validated and
+// planned only once. Each thread remembers, for each operation, the last parameters that were valid and the plan for
+// them, and neither checks nor plans again for equal bytes. A plan knows the layout of the workspace, but not its
+// address: place() gives it that for each launch. Threads share nothing.
 #pragma once
 
 #include <cstring>
@@ -13,13 +13,13 @@
 
 namespace dmattn {
 
-// A call whose parameters are right, and what it will do.
+// Valid parameters and the plan for them.
 template <class Params>
 struct PlannedCall {
-  Params params;  // as this library knows them
+  Params params;  // in the form that this version of the library knows
   typename Operation<Params>::Plan plan;
   bool is_set = false;
-  bool has_pointers = false;  // the data pointers were right too
+  bool has_pointers = false;  // the data pointers have been checked, too
 
   bool matches(const Params* given, bool for_launch) const {
     return is_set && (has_pointers || !for_launch) && given != nullptr && given->struct_size == sizeof(Params) &&
@@ -27,8 +27,8 @@ struct PlannedCall {
   }
 };
 
-// The calling thread's planned call for these parameters; good until the thread's next call of the operation.
-// find_device(number) gives the Device; it may fail, as the checks may: then nothing is remembered.
+// The calling thread's planned call for these parameters, valid until the thread's next call of the operation.
+// find_device(number) returns the Device. If it or a check fails, nothing is remembered.
 template <class Params, class FindDevice>
 PlannedCall<Params>& planned_call(const Params* given, bool for_launch, FindDevice&& find_device) {
   using Op = Operation<Params>;

@@ -123,8 +123,9 @@ bool has_dense_rows(const dmattn_tensor& bias, const Problem& x) {
   return read.row_stride != 0 && read.col_stride == 1;
 }
 
-// A tile of such a bias is copied as a whole, while of listed keys its numbers would be read one by one. That takes
-// several times as long as the keys that the list leaves out.
+// Beside a dense bias the keys of a mask are not listed: tiles of the bias are copied whole, but its elements at
+// listed keys would be read one by one, which takes several times as long as computing the keys that the list leaves
+// out.
 KeyWalk choose_walk(const MaskSource& mask, const KeyList& selection, bool has_selection, bool has_dense_bias) {
   if (has_selection) return selection.block_rows > 0 ? KeyWalk::kRowBlockLists : KeyWalk::kSelectionList;
   return has_mask(mask) && is_key_only(mask) && !has_dense_bias ? KeyWalk::kMaskList : KeyWalk::kTiled;
@@ -139,7 +140,7 @@ BiasParams read_bias(const dmattn_tensor& t, const Problem& x, bool gathered) {
   bias.head_stride = stride_of(t, 1);
   bias.row_stride = stride_of(t, 2);
   bias.col_stride = stride_of(t, 3);
-  // By shape even where expanded: dbias has an entry for each of these heads.
+  // By the shape even if the bias is expanded along its heads: dbias has entries for each of these heads.
   bias.head_ratio = x.nheads / static_cast<int32_t>(t.shape[1]);
   bias.kind = choose_bias_kind(bias, gathered);
   return bias;

@@ -1,4 +1,4 @@
-// From the caller's tensor views to what kernels read.
+// Converts the caller's tensor views to what the kernels read.
 #pragma once
 
 #include <cstdint>
@@ -15,21 +15,22 @@ namespace dmattn {
 
 inline bool is_packed(const dmattn_fwd_params& p) { return is_present(p.cu_seqlens_q); }
 inline bool is_packed(const dmattn_bwd_params& p) { return is_present(p.cu_seqlens_q); }
-// A packed mask or bias with an entry per key, the same for all rows.
+// A mask or bias of packed sequences with an entry for each key, the same for all rows.
 inline bool is_per_key(const dmattn_tensor& packed) { return packed.ndim == 2; }
 
-// Which packed operands have an entry per key. with_batch() gives them four dimensions like all others, so that their
-// shapes no longer tell.
+// Which operands of a call over packed sequences have an entry for each key. with_batch() gives all operands four
+// dimensions, after which their shapes no longer tell.
 struct PerKey {
   bool mask = false, bias = false;
 };
 
-// A call over packed sequences with a batch of 1 in front of every shape; a mask or bias per key gets a dimension of 1
-// for its rows as well. Everything past validation takes its tensors in this form.
+// A call over packed sequences, with a batch dimension of 1 in front of every shape. A mask or bias for each key also
+// gets a dimension of 1 for its rows. All code after validation takes the tensors in this form.
 dmattn_fwd_params with_batch(dmattn_fwd_params p);
 dmattn_bwd_params with_batch(dmattn_bwd_params p);
 
-// f(call in the form of with_batch(), per_key). Copies the parameters only where they change.
+// Returns f(call, per_key) with the call in the form of with_batch(). The parameters are copied only if that changes
+// them.
 template <class Params, class F>
 auto in_batched_form(const Params& given, F&& f) {
   if (!is_packed(given)) return f(given, PerKey{});
@@ -38,17 +39,17 @@ auto in_batched_form(const Params& given, F&& f) {
 
 // --- extents --------------------------------------------------------------------------------------------------------
 
-// The extents of one call. Packed, batch counts sequences and seqlen_q and seqlen_k bound their lengths.
+// The extents of a call. Packed: batch is the number of sequences, seqlen_q and seqlen_k bound their lengths.
 struct Problem {
   Dtype dtype;
   int32_t batch, seqlen_q, seqlen_k, nheads, nheads_k, head_dim;
   int32_t head_ratio;      // query heads per kv head
   int32_t dim_tile;        // head_dim rounded up to a tile
-  int32_t rows_q, rows_k;  // lengths as the tensors have them: total_q, total_k when packed
+  int32_t rows_q, rows_k;  // lengths of the tensors: total_q and total_k when packed
   Packing packing;
 };
 
-// Of a call in the form of with_batch().
+// The extents of a call in the form of with_batch().
 template <class Params>
 Problem read_problem(const Params& p) {
   const auto extent = [](int64_t x) { return static_cast<int32_t>(x); };
@@ -75,7 +76,7 @@ Problem read_problem(const Params& p) {
   return x;
 }
 
-// Fields that the forward and the backward kernels share.
+// Sets the fields that the parameters of the forward and the backward kernels share.
 template <class KernelParams>
 void set_problem(KernelParams& kernel, const Problem& x) {
   kernel.batch = x.batch;
@@ -88,60 +89,62 @@ void set_problem(KernelParams& kernel, const Problem& x) {
   kernel.packing = x.packing;
 }
 
-// Strides of a (batch, seqlen, heads, head_dim) tensor; 0 where an extent is 1, so that they do not spoil alignment.
+// Strides of a (batch, seqlen, heads, head_dim) tensor. 0 where an extent is 1, so that such a stride does not count
+// as unaligned.
 Strides3 read_strides(const dmattn_tensor& t);
 // Strides of a (batch, heads, seqlen) tensor.
 Strides3 read_lse_strides(const dmattn_tensor& t);
 // Whether every row starts on 16 bytes.
 bool is_vec16(const void* ptr, const Strides3& stride, Dtype dtype);
 
-// batch == 0 when there is no mask. Dimensions expanded by a stride of 0 count as broadcast, so that an expanded mask
-// is read once.
+// Without a mask, the result has batch == 0. Dimensions that are expanded by a stride of 0 count as broadcast, so
+// that an expanded mask is read once.
 MaskSource read_mask(const dmattn_tensor& mask, const Problem& x, bool per_key);
 inline bool has_mask(const MaskSource& mask) { return mask.batch > 0; }
-// The same keys for every row: such a mask becomes a list of keys.
+// Whether all rows keep the same keys. Such a mask can become a list of keys.
 inline bool is_key_only(const MaskSource& mask) { return mask.row_stride == 0; }
 
 // How the keys of a query row are found.
 enum class KeyWalk : int32_t {
-  kTiled,          // tile by tile, those that a dense mask or causality leaves out skipped
-  kMaskList,       // a list for all rows, made of a key-only mask without a dense bias beside it
-  kSelectionList,  // the same, of a selection
-  kRowBlockLists,  // of a causal selection: a list for each block of rows
+  kTiled,          // tile by tile; tiles that a dense mask or causality leaves out are skipped
+  kMaskList,       // a list for all rows, made from a key-only mask; not beside a dense bias
+  kSelectionList,  // a list for all rows, that of a selection
+  kRowBlockLists,  // a causal selection: a list for each block of rows
 };
 constexpr bool is_gathered(KeyWalk walk) { return walk != KeyWalk::kTiled; }
 constexpr bool is_selection(KeyWalk walk) { return walk == KeyWalk::kSelectionList || walk == KeyWalk::kRowBlockLists; }
 
-// The lists of a selection as they are written; head_ratio is left for the caller to set.
+// The lists of a selection as they were written; head_ratio is left for the caller to set.
 KeyList read_lists(const dmattn_key_selection& selection);
-// The same as attention reads them: a single query row keeps all keys of its list, which becomes a plain one.
+// The same as attention reads them: a single query row keeps every key of its list, which needs no intervals then.
 KeyList read_selection(const dmattn_key_selection& selection, const Problem& x);
-// Whether a bias has rows of its own, and the keys of a row lie beside each other.
+// Whether the bias has rows of its own, and the keys of a row are contiguous in memory.
 bool has_dense_rows(const dmattn_tensor& bias, const Problem& x);
-// `selection`: what read_selection() gave, or an empty list where there is none.
+// `selection`: the result of read_selection(), or an empty list if there is no selection.
 KeyWalk choose_walk(const MaskSource& mask, const KeyList& selection, bool has_selection, bool has_dense_bias);
 
-// Whether a selection is known to be a window of keys, which kernels may find by themselves. A single row takes its
-// list as it is.
+// Whether a selection is known to be a window of keys, which kernels may find by themselves. A single row reads its
+// list instead.
 template <class Params>
 bool has_known_window(const Params& p, const Problem& x) {
-  // What the kernels count with fits 32 bits.
+  // The limit on seqlen_k keeps all numbers that the kernels count with within 32 bits.
   return p.window > 0 && x.seqlen_q > 1 && x.seqlen_k <= INT32_MAX / 4;
 }
-// FwdParams::window. One of all keys is as good as none.
+// FwdParams::window. A window of all keys is the same as none.
 template <class Params>
 int32_t read_window(const Params& p, const Problem& x) {
   return p.window < x.seqlen_k ? p.window : 0;
 }
 
-// kind is left kNone where there is no bias.
+// kind stays kNone if there is no bias.
 BiasParams read_bias(const dmattn_tensor& bias, const Problem& x, bool gathered);
-// Packing::bias_col_stride. A bias per key counts its columns through all sequences, one per row from the sequence's
-// first key; the kernels count keys from there too, or (gathered) through all sequences.
+// Packing::bias_col_stride. The columns of a bias for each key count through all sequences, those of a bias with rows
+// from the sequence's first key. Tiled kernels number keys from the sequence's first key, gathered ones through all
+// sequences.
 inline int64_t packed_bias_stride(const BiasParams& bias, bool per_key, bool gathered) {
   return bias.col_stride * ((per_key ? 1 : 0) - (gathered ? 1 : 0));
 }
-// How the kernel gets at a bias with these strides.
+// How kernels read a bias with these strides.
 BiasKind choose_bias_kind(const BiasParams& bias, bool gathered);
 
 }  // namespace dmattn

@@ -8,7 +8,7 @@
 
 namespace dmattn {
 
-// The short ones are for few keys (kernels/short_params.h).
+// kShortForward and kShortBackward are for few keys (kernels/short_params.h).
 enum class Direction : int32_t { kForward, kBackward, kDecode, kShortForward, kShortBackward };
 
 struct Unit {
@@ -24,7 +24,7 @@ struct Unit {
   }
 };
 
-// Generated with the table behind kernels/units.h.
+// Generated together with the table behind kernels/units.h.
 bool has_unit(const Unit& unit);
 
 }  // namespace dmattn

@@ -1,5 +1,5 @@
-// Lays arrays out in the caller's workspace: the only code that does. With a null base only the size comes out, by the
-// same calls.
+// Lays out arrays in the caller's workspace; no other code does. With a null base the same calls only count the
+// bytes.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@ class Workspace {
  public:
   explicit Workspace(void* base) : base_(static_cast<char*>(base)) {}
 
-  // Room for `count` elements that starts on 256 bytes; nullptr while there is no base.
+  // Memory for `count` elements, starting at a multiple of 256 bytes; nullptr if there is no base.
   template <class T>
   T* take(int64_t count) {
     return static_cast<T*>(take_bytes(static_cast<size_t>(count) * sizeof(T)));

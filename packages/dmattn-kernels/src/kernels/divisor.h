@@ -6,9 +6,9 @@
 namespace dmattn {
 
 // n / value == (n * multiplier) >> (32 + shift) for 0 <= n < 2^31, unless value is 1; take() in
-// attention/shared/work_index.cuh divides. The multiplier is 2^(32 + shift) / value, rounded up, of 32 bits. Rounding
-// adds less than n / 2^(32 + shift) to the quotient, which is below 1 / value: too little to reach the next whole
-// number.
+// attention/shared/work_index.cuh divides. The multiplier is 2^(32 + shift) / value, rounded up; it fits 32 bits. The
+// rounding adds less than n / 2^(32 + shift) to the quotient. That is less than 1 / value, and so too little to reach
+// the next whole number.
 struct Divisor {
   uint32_t value = 1, multiplier = 0, shift = 0;
 

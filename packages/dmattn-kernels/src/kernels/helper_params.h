@@ -13,10 +13,10 @@ namespace dmattn {
 // The rows that gradients come from: those that keep a key and whose dout or dlse is not zero. Of all others, padded
 // rows above all, every share of dq, dk, dv and dbias is 0, as long as q, k, v and out are finite.
 struct UsedRows {
-  // [batch][heads][2], zeros before: the last of them + 1, and seqlen_q minus the first of them; 0 and 0 where there is
-  // none. nullptr: not asked for.
+  // [batch][heads][2], zeros before: the last such row + 1, and seqlen_q minus the first such row. Both are 0 if
+  // there is none. nullptr: not asked for.
   int32_t* found = nullptr;
-  int32_t batch = 1, heads = 1, head_ratio = 1;  // as in KeyList: of any head that reads a list
+  int32_t batch = 1, heads = 1, head_ratio = 1;  // as in KeyList. A row counts if any head that reads the list uses it
 };
 
 struct BwdPreprocessParams {
@@ -28,22 +28,22 @@ struct BwdPreprocessParams {
   const float* dlse = nullptr;  // nullptr: none
   Strides3 dlse_stride;
   const float* lse_rest = nullptr;  // optional, strides of lse
-  float lse_scale = 1.f;            // of lse_rounded: log2(e) where the kernel takes powers of two
-  float rest_scale = 1.f;           // of rest_rounded
+  float lse_scale = 1.f;            // factor of lse_rounded: log2(e) if the kernel computes powers of two
+  float rest_scale = 1.f;           // factor of rest_rounded
   float* lse_rounded = nullptr;     // [batch][nheads][seqlen_q_rounded]
-  float* rest_rounded = nullptr;    // likewise; written when lse_rest is given
+  float* rest_rounded = nullptr;    // the same shape; written if lse_rest is given
   float* delta = nullptr;           // [batch][nheads][seqlen_q_rounded]
   int32_t batch = 0, seqlen_q = 0, seqlen_q_rounded = 0, nheads = 0, head_dim = 0;
   bool vec_out = true, vec_dout = true;  // rows start on 16 bytes
-  Packing packing;                       // results as in BwdParams
-  UsedRows used_rows;                    // only where vec_out and vec_dout, and not of packed sequences
+  Packing packing;                       // the results are then packed as in BwdParams
+  UsedRows used_rows;                    // asked for only if vec_out and vec_dout, and if sequences are not packed
 };
 
 // How the four registers that a thread has of each fragment of dq lie in memory.
 enum class DqOrder : int32_t {
   kRegisters,          // [fragment][register][thread]
   kVectors,            // [warpgroup][fragment][thread of the warpgroup][register]
-  kTransposedVectors,  // likewise, of the transposed tile
+  kTransposedVectors,  // the same for the transposed tile
 };
 // The accumulator layout of the backward kernel's dq tiles, so that the conversion reads what the kernel wrote.
 struct DqTileLayout {
@@ -59,19 +59,20 @@ struct ConvertDqParams {
   void* dq = nullptr;
   Strides3 dq_stride;
   int32_t batch = 0, seqlen_q = 0, nheads = 0, head_dim = 0;
-  int32_t dq_blocks = 0;  // row blocks a head in dq_accum
-  float scale = 1.f;      // of what dq_accum holds
+  int32_t dq_blocks = 0;  // row blocks of a head in dq_accum
+  float scale = 1.f;      // dq = dq_accum * scale
   bool vec_dq = true;
   DqTileLayout layout;
   Packing packing;
 };
 
-// Rows of a chunk of row blocks: at most as many, and a multiple of those of a row block. A chunk with all rows of a
-// mask's list, whose row blocks are not put together, may have more.
+// The most rows of a chunk of row blocks. Where items have all rows (ChunkKeyListsParams::is_whole), the only chunk
+// may have more.
 constexpr int kMostChunkRows = 2048;
 
-// The sums of a round that chunk_key_lists() clears: its few thread blocks wait for numbers most of the time, and
-// memory is idle. dk and dv: as BwdParams::dk_accum; nullptr: they go on from the round before, or have no sums.
+// The sums of a round that the launch of chunk_key_lists() clears as well. Its thread blocks that merge lists wait
+// for loads most of the time, while the memory is idle. dk and dv: see BwdParams::dk_accum. nullptr: nothing is
+// cleared, as the sums go on from the round before, or there are none.
 struct ListSums {
   void* dq = nullptr;  // starts on 16 bytes
   size_t dq_bytes = 0;
@@ -80,26 +81,29 @@ struct ListSums {
   int32_t batch = 0, nheads_k = 0, head_ratio = 1, head_dim = 0;
 };
 struct ChunkKeyListsParams {
-  KeyList from;  // of row blocks, or of all rows; heads: between those of one batch and the next
-  KeyChunks to;  // heads: those that there are to do, or every head_step-th of them
+  // Lists of row blocks, or of all rows. from.heads: list heads of a batch, as they lie in memory.
+  KeyList from;
+  // to.keys.heads: list heads of a batch, as they lie in memory. Every head_step-th is merged.
+  KeyChunks to;
   int32_t seqlen_q = 0, seqlen_k = 0;
-  int32_t row_block_begin = 0, row_blocks = 0;  // to put together
+  int32_t row_block_begin = 0, row_blocks = 0;  // the row blocks of this launch
   int32_t row_block_rows = 0;
-  bool is_shared = false;  // `from` has one list for all rows, of keys that they all see but for causality
-  bool is_causal = false;  // then: a row sees none behind its own position
-  // Then: each of its tiles has all rows, and `to` has the lists of `from`, which are ascending, as they are, so many
-  // heads of a batch. Only tile_rows are written.
+  // `from` has lists for all rows: every row sees all keys of its list, except for causality.
+  bool is_shared = false;
+  bool is_causal = false;  // if is_shared: a row sees no key behind its own position
+  // If is_shared: each tile of a list has all rows. The lists are not merged: `to` has those of `from` themselves,
+  // which are ascending, for list_heads heads of each batch. Only tile_rows is written.
   bool is_whole = false;
   int32_t list_heads = 1;
-  int32_t head_step = 1;               // not if is_whole
-  const int32_t* used_rows = nullptr;  // then, optional: UsedRows::found of the lists of `from`
+  int32_t head_step = 1;               // 1 if is_whole
+  const int32_t* used_rows = nullptr;  // if is_shared, optional: UsedRows::found of the lists of `from`
   int32_t* first_term = nullptr;       // optional, see ChunkTerms
-  ListSums sums;                       // not if is_whole
-  // Optional: counts the items of a launch of so many thread blocks, of which each list has so many parts, each of the
-  // same number of query heads.
+  ListSums sums;                       // none if is_whole
+  // Optional: the items of the launch, which has `blocks` thread blocks, are counted here. parts_of_list: pairs of a
+  // batch and a kv head that read the same list, each with group_heads query heads.
   ListNumbers* numbers = nullptr;
   int32_t blocks = 0, parts_of_list = 0, group_heads = 0;
-  // What an item takes: of each query head, and beside all of them.
+  // Estimated length of an item, in steps: steps_of_head for each query head, and steps_of_prologue once.
   int32_t steps_of_head = 0, steps_of_prologue = 0;
 };
 
@@ -108,7 +112,7 @@ struct ReduceDbiasParams {
   const float* src = nullptr;
   int32_t batch = 0, nheads = 0, seqlen_q = 0, seqlen_k = 0;
   // ... or, for a bias that is constant along the keys, dlse: sum_j dscores_ij = dlse_i for every row that keeps a
-  // key, 0 for the others (softmax does not change when a constant is added to a row).
+  // key, and 0 for the others (softmax does not change when a constant is added to a row).
   const float* dlse = nullptr;  // nullptr: all zeros
   Strides3 dlse_stride;
   const float* lse_rounded = nullptr;  // [batch][nheads][seqlen_q_rounded]: +inf marks rows without keys
@@ -140,11 +144,13 @@ struct CacheAppendParams {
   int32_t batch = 0, tokens = 0, nheads_k = 0, head_dim = 0, capacity = 0;
 };
 
-// A draft of `tokens` tokens: `active` and `evict` are not read. k_cache and v_cache have as many rows more.
+// A draft of `tokens` tokens. `active` and `evict` are not read. k_cache and v_cache have at least `tokens` more rows
+// than entries.
 struct CacheDraftParams : CacheAppendParams {
   DraftToken* draft = nullptr;            // [batch][nheads_k][tokens]
   bool vec_new = true, vec_cache = true;  // rows start on 16 bytes
-  // To put them in, which does not read the new tokens: [batch], how many of each sequence, cut to 0 ... tokens.
+  // For cache_commit(), which does not read the new tokens: [batch], how many tokens of each sequence are put in,
+  // clamped to 0 ... tokens.
   const void* count = nullptr;
   int64_t count_stride = 1;
   bool count_is_wide = false;  // int64, else int32

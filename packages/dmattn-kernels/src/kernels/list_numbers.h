@@ -1,21 +1,24 @@
-// How the backward on Hopper numbers its items over lists, once it is known how long these are.
+// How the items of the backward over lists on Hopper are numbered. The device finds the numbers, once it knows how
+// long the lists are.
 #pragma once
 
 #include <cstdint>
 
 namespace dmattn {
 
-// Zero before chunk_key_lists(), which fills it. Behind it two int32 for each chunk of the launch: first for all chunks
-// how many items their tiles would be, then for all of them how many rows come before theirs. Items of a list head are
-// numbered by rows: the chunks have as many as the longest of their lists has tiles, and the last chunk comes first.
-// BwdParams::work_counter is `taken`.
+// Zero before chunk_key_lists(), which fills it. BwdParams::work_counter points to it, and `taken` is the counter.
+// Two int32 arrays with an entry for each chunk of the launch follow it in memory: how many items the chunk's tiles
+// would be if none were divided, and how many numbering rows come before those of the chunk. Numbering row i of a
+// chunk stands for the i-th tile of each of its lists, so that a chunk has as many of these rows as its longest list
+// has tiles. The rows of the last chunk come first.
 struct ListNumbers {
   int32_t taken;  // items that thread blocks have taken
-  int32_t rows;   // of all chunks
-  // The first chunks, whose items come last, where all would end sooner if those were smaller: of each of their tiles
-  // so many items, which share out the query heads of the group. 0: there are no such chunks.
+  int32_t rows;   // numbering rows of all chunks
+  // The items of the first chunks come last. If the launch ends sooner with smaller items there, each tile of the
+  // first tail_chunks chunks becomes tail_parts items, which divide the query heads of the group. tail_chunks == 0:
+  // no tiles are divided.
   int32_t tail_chunks, tail_parts;
-  int32_t lists_done;  // by chunk_key_lists()
+  int32_t lists_done;  // lists that chunk_key_lists() has counted
   int32_t unused[3];
 
   static constexpr int32_t kWordsOfChunk = 2;

@@ -17,33 +17,35 @@ struct Strides3 {
   int64_t row = 0;
 };
 
-// Sequences of unequal lengths, packed one after the other; inactive for a batch of equal lengths.
-// When packed, `batch` counts sequences, seqlen_q and seqlen_k bound their lengths, and the tensors have no batch:
-// their batch strides are 0, and sequence b has the rows from cu_seqlens_q[b] and the keys from cu_seqlens_k[b] up to
-// those of b + 1. What is [batch][heads][seqlen] in the workspace is [heads][total] then, unless its own comment says
-// otherwise.
+// Sequences of unequal lengths, packed one after the other. Inactive for a batch of equal lengths. When packed,
+// `batch` is the number of sequences, seqlen_q and seqlen_k are upper bounds on their lengths, and the tensors have
+// no batch dimension: their batch strides are 0. Sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1,
+// and likewise the keys of cu_seqlens_k. An array of the workspace that is [batch][heads][seqlen] otherwise is then
+// [heads][total], unless its own comment says something else.
 struct Packing {
   const int32_t* cu_seqlens_q = nullptr;  // [sequences + 1]
   const int32_t* cu_seqlens_k = nullptr;  // [sequences + 1]
   int32_t sequences = 0;
   int32_t total_q = 0, total_k = 0;  // rows and keys of all sequences
-  int32_t m_blocks = 0;              // backward: packed_blocks() of block_m query rows
-  // Added to the offset of the bias for each key before the sequence: +stride if the bias has columns for the keys of
-  // all sequences, -stride if the kernel's key numbers count through all of them (packed_bias_stride() in
+  // Backward: row blocks of all sequences, packed_blocks() with block_m rows each.
+  int32_t m_blocks = 0;
+  // Added to the offset of the bias for each key that comes before the sequence: +stride if the columns of the bias
+  // are the keys of all sequences, -stride if the kernel numbers keys through all sequences (packed_bias_stride() in
   // host/problem.h).
   int64_t bias_col_stride = 0;
 
   constexpr bool is_active() const { return sequences > 0; }
-  // Batch and lengths of the tensors, given those of the problem.
+  // Batch size and lengths of the tensors, given those of the problem.
   constexpr int32_t slabs(int32_t batch) const { return is_active() ? 1 : batch; }
   constexpr int32_t rows_q(int32_t seqlen_q) const { return is_active() ? total_q : seqlen_q; }
   constexpr int32_t rows_k(int32_t seqlen_k) const { return is_active() ? total_k : seqlen_k; }
 };
 
-// Arrays in blocks of `block` rows that no two sequences share: the first block of sequence b, before which the other
-// sequences have `before` rows, and the number of blocks in all. This needs no sum over the blocks of the sequences
-// before b, and each sequence gets enough of them:
-// ceil((after - before) / block) <= after / block + 1 - before / block.
+// Arrays that are divided into blocks of `block` rows, where no block belongs to two sequences. first_packed_block()
+// is the first block of sequence b if the sequences before it have `before` rows; packed_blocks() is the number of
+// blocks of all sequences. Neither needs a sum over the earlier sequences. Each sequence gets enough blocks:
+// ceil((after - before) / block) <= after / block + 1 - before / block, where `after` is the number of rows up to its
+// end.
 constexpr int32_t first_packed_block(int32_t before, int32_t b, int32_t block) { return before / block + b; }
 constexpr int32_t packed_blocks(int32_t total, int32_t batch, int32_t block) { return total / block + batch; }
 
@@ -68,7 +70,8 @@ struct BiasParams {
   int32_t head_ratio = 1;
 };
 
-// The boolean mask as the caller gave it: read only by the packing and compaction kernels.
+// The boolean mask as the caller gave it. Only the packing and compaction kernels and the kernels for few keys read
+// it.
 struct MaskSource {
   const uint8_t* ptr = nullptr;
   int64_t batch_stride = 0;  // 0 where broadcast
@@ -77,20 +80,23 @@ struct MaskSource {
   int64_t col_stride = 0;
   int32_t batch = 1;  // extents of the operand itself: 1 where broadcast
   int32_t heads = 1;
-  int32_t seqlen_q = 0;  // extents after broadcasting over rows and columns
+  // Extents after broadcasting over rows and columns. Packed sequences: seqlen_q is total_q, and seqlen_k is the
+  // upper bound on the columns of a row.
+  int32_t seqlen_q = 0;
   int32_t seqlen_k = 0;
-  // Packed sequences: seqlen_q is total_q; seqlen_k bounds the columns of a row.
   Packing packing;
-  bool per_key = false;  // packed: columns are the keys of all sequences, not of the row's own
+  bool per_key = false;  // packed: the columns are the keys of all sequences, not those of the row's own sequence
 };
 
-// Edge of the square cells whose state (empty, partial, full) the packing kernel records.
+// Edge of the square cells whose state (empty, partial, full) the packing kernel records. A band is a row or a column
+// of such cells.
 constexpr int kMaskBand = 64;
-// Rows of the bands that share a word of any_cols and all_cols: packed sequences start with a word of their own.
+// Query rows whose bands share a word of any_cols and all_cols. Each packed sequence starts with a word of its own.
 constexpr int kMaskWordRows = 32 * kMaskBand;
-// Packed sequences: each starts its list of keys at a multiple of this.
+// The key list of each packed sequence starts at a multiple of this.
 constexpr int kListBlock = 128;
-// Pitch of lse and delta between heads, and between packed sequences: a multiple of every block_m.
+// Pitch of lse and delta: each head and each packed sequence starts at a multiple of this many rows. It is a multiple
+// of every block_m except 96, which is not used for packed sequences.
 constexpr int kRowPitch = 128;
 
 // A dense mask, packed once. Everything is indexed [mask batch][mask head] first.
@@ -98,8 +104,8 @@ constexpr int kRowPitch = 128;
 //   any_rows [bands_q][words_k]              bit (c % 32) of word c / 32: cell (row band, c) keeps something
 //   all_rows [bands_q][words_k]              ... keeps everything inside seqlen_q x seqlen_k
 //   any_cols, all_cols [bands_k][words_q]    the same, transposed, for the backward
-// Packed sequences: bits has the rows of all of them, words_q are packed_blocks() of kMaskWordRows rows, and there are
-// 32 bands_q to each. Columns count from the first key of the row's own sequence.
+// Packed sequences: `bits` has the rows of all sequences; words_q is the packed_blocks() of kMaskWordRows rows, and
+// bands_q is 32 * words_q. Columns count from the first key of the row's own sequence.
 struct MaskBits {
   const uint32_t* bits = nullptr;
   const uint32_t* any_rows = nullptr;
@@ -117,15 +123,17 @@ struct MaskBits {
 };
 
 // The kept keys, per (list batch, list head).
-//   block_rows == 0  one list for all rows: what a key-only mask keeps, ascending. Causality is checked on top.
-//   block_rows > 0   a list for each block of block_rows query rows: the keys that any of its rows keeps, the ones that
-//                    all of them keep first. Key j is kept by the rows whose position r = row + seqlen_k - seqlen_q has
-//                    j <= r < end[j] (causality included); only entries at and past `full` need the test.
+//   block_rows == 0  one list for all rows: what a key-only mask or a selection that is not causal keeps, ascending
+//                    (causality is tested on top); or the list of a single query row.
+//   block_rows > 0   a list for each block of block_rows query rows: the keys that any of its rows keeps, first the
+//                    `full` keys that all of them keep. Key j is kept by the rows whose position
+//                    r = row + seqlen_k - seqlen_q has j <= r < end[j], which includes causality; only entries at and
+//                    past `full` need that test.
 struct KeyList {
   const int32_t* idx = nullptr;    // [batch][heads][blocks][capacity]; zeros from count up to the next multiple of 128
   const int32_t* count = nullptr;  // [batch][heads][blocks]
   int32_t capacity = 0;            // a multiple of 128
-  int32_t batch = 1;               // 1 or the attention's batch
+  int32_t batch = 1;               // 1, or the batch size of the attention
   int32_t heads = 1;
   int32_t head_ratio = 1;         // query heads per list head
   int32_t block_rows = 0;         // 0 or a multiple of 128
@@ -133,41 +141,42 @@ struct KeyList {
   const int32_t* full = nullptr;  // [batch][heads][blocks]
   const int32_t* end = nullptr;   // [batch][heads][seqlen_k]
 };
-// Packed sequences have lists with block_rows == 0: count is [batch][heads], idx [heads][capacity] with the list of
-// sequence b from the first_packed_block() of kListBlock keys on. Keys are numbered through all sequences.
+// Packed sequences have one list each, with block_rows == 0: count is [batch][heads], idx is [heads][capacity], and
+// the list of sequence b starts at its first_packed_block() of kListBlock keys. Keys are numbered through all
+// sequences.
 
-// The lists of neighbouring row blocks put together, for the backward on Hopper: keys.block_rows counts the rows of
-// such a chunk, keys.blocks the chunks from the first row block that a launch handles. Written by chunk_key_lists(). A
-// list is ordered by the rows of the chunk that see a key, so that few rows meet a tile that they do not see; keys.full
-// is nullptr.
+// Merged lists of neighbouring row blocks (a chunk), for the backward on Hopper: keys.block_rows is the number of
+// rows of a chunk, and keys.blocks the number of chunks, counted from the first row block of the launch. Written by
+// chunk_key_lists(). A list is sorted by the rows of the chunk that see each key, so that few rows meet a tile of
+// keys that they do not see. keys.full is nullptr.
 struct KeyChunks {
   KeyList keys;
   // int2 [batch][heads][chunks][capacity / kChunkTileKeys]: the first block of kChunkTileRows rows that sees a key of
-  // the tile, and the last one + 1. Equal: the list has no such tile.
+  // the tile, and the last such block + 1. If both are equal, the list has no such tile.
   void* tile_rows = nullptr;
 };
 constexpr int kChunkTileKeys = 128, kChunkTileRows = 64;
 
-// Deterministic sums over the lists of chunks: what a chunk adds to dk, dv and dbias of a key has a row of its own, so
-// that chunks need not wait for each other. The rows of a key lie one behind the other, in the order of its chunks, and
-// reduce_chunk_terms() adds them up.
+// Deterministic sums over the lists of chunks: what a chunk adds to dk, dv and dbias of a key is stored in a row of
+// its own, so that chunks need not wait for each other. The rows of a key lie one behind the other, in the order of
+// its chunks, and reduce_chunk_terms() adds them up in that order.
 struct ChunkTerms {
-  // [list batch][list heads][seqlen_k], written by chunk_key_lists(): first[key] + chunk is the row of a key for a
-  // chunk that lists it. nullptr: chunks take turns instead.
+  // [list batch][list heads][seqlen_k], written by chunk_key_lists(): the row for a key in a chunk that lists it is
+  // first[key] + the number of the chunk. nullptr: chunks do not store their contributions, but take turns.
   int32_t* first = nullptr;
   float* dk = nullptr;     // fp32 [batch][nheads_k][capacity][head_dim]
-  float* dv = nullptr;     // likewise
+  float* dv = nullptr;     // the same shape
   float* dbias = nullptr;  // fp32 [batch][nheads_k][capacity]; nullptr: not asked for
-  int32_t capacity = 0;    // rows of a kv head
+  int32_t capacity = 0;    // rows for each kv head
 };
 
-// Rows of a head that are those of several tokens, each with a row for every head of a group: FwdParams::seqlen_q =
-// count * group, and FwdParams::nheads counts groups.
+// Rows of several tokens, taken together as the rows of a head: each token has one row for every query head of a
+// group. FwdParams::seqlen_q is then count * group, and FwdParams::nheads is the number of groups.
 struct TokenRows {
   int32_t count = 1;
-  Divisor group{1};  // rows of a token
-  // Elements between the queries, the results and the log-sum-exps of two tokens. FwdParams has the strides of a
-  // token's rows.
+  Divisor group{1};  // rows of each token
+  // Elements from one token to the next in the queries, the results and the log-sum-exps. The strides in FwdParams
+  // are those between the rows of one token.
   int64_t q_token = 0, out_token = 0, lse_token = 0;
 };
 
@@ -179,8 +188,8 @@ struct FwdParams {
   float* lse = nullptr;       // natural log
   float* lse_rest = nullptr;  // optional, strides of lse: log-sum-exp minus its rounding to fp32 in lse
   Strides3 q_stride, k_stride, v_stride, out_stride, lse_stride;
-  // num_splits > 1, or TokenRows of the forward kernel: normalised partial results, fp32, combined by combine_splits()
-  // or by the decode kernel itself.
+  // Normalised partial results in fp32, where num_splits > 1. They are combined by combine_splits(), or by the decode
+  // kernel itself. The sm80 forward kernel also writes its only part here if there are TokenRows.
   float* out_accum = nullptr;  // [num_splits][batch][nheads][seqlen_q][head_dim]
   float* lse_accum = nullptr;  // [2][num_splits][batch][nheads][seqlen_q]: lse, then its rest
   int32_t batch = 0, seqlen_q = 0, seqlen_k = 0;
@@ -193,74 +202,82 @@ struct FwdParams {
   bool vec_q = true, vec_k = true, vec_v = true, vec_out = true;  // rows start on 16 bytes
   BiasParams bias;
   MaskBits mask;          // bits == nullptr: no dense mask
-  bool has_mask = false;  // a dense mask: known before its bits have a place
+  bool has_mask = false;  // whether there is a dense mask; set before mask.bits has its place in the workspace
   KeyList keys;           // idx == nullptr: not gathered
-  Packing packing;        // num_splits is 1 then
-  // Hopper, where there are more row blocks than thread blocks: one number, which counts those that are taken.
+  Packing packing;        // num_splits is 1 if sequences are packed
+  // Hopper, where there are more row blocks than thread blocks: one number, which counts the row blocks (or splits of
+  // them) that have been taken.
   int32_t* work_counter = nullptr;
   // Hopper, causal: > 0: the row at position r sees the keys r - window < j <= r. 0: all keys up to its own position.
   int32_t window = 0;
-  // Of the sm80 kernels; count == 1: rows are those of `seqlen_q` tokens, or of the heads of one.
+  // sm80 kernels only. count == 1: the rows are seqlen_q rows of one head, or those of one token, one for each head
+  // of a group.
   TokenRows token_rows;
 };
-// Whether a window is all that is asked of the scores.
+// Whether a window is all that is asked of the scores: there is neither a bias nor softcap.
 inline bool has_plain_window(const FwdParams& p) {
   return p.window > 0 && p.bias.kind == BiasKind::kNone && p.softcap == 0.f && p.softmax_scale > 0.f;
 }
 
-// The token that a cache of the best keys takes in before its queries attend (see cache/cache.h).
+// A token that is put into a cache of the best keys before its queries attend (see cache/cache.h).
 struct CacheToken {
   const void* k = nullptr;  // 16-bit [batch][nheads_k][head_dim]; nullptr: there is no token
   const void* v = nullptr;
-  Strides3 k_stride, v_stride;  // row is not used
+  Strides3 k_stride, v_stride;  // `row` is not used
   const void* score = nullptr;  // [batch][nheads_k], dtype of the entries' scores
   int64_t score_batch_stride = 0, score_head_stride = 0;
-  int32_t* seen = nullptr;          // [batch]: the token's position; raised at the end
-  const uint8_t* active = nullptr;  // [batch]: 0 where the token is none; nullptr: all are
+  int32_t* seen = nullptr;          // [batch]: the position of the token; incremented at the end
+  const uint8_t* active = nullptr;  // [batch]: 0 means that the sequence has no token; nullptr: every sequence has one
   int64_t active_stride = 0;
   int32_t* entry_position = nullptr;  // [batch][nheads_k][seqlen_k], contiguous
-  // What the token is written to at the end: FwdParams::k, v and bias, as which the entries are read.
+  // Where the token is written at the end: the same memory as FwdParams::k, v and bias, through which the entries are
+  // read.
   void* k_cache = nullptr;
   void* v_cache = nullptr;
   void* entry_score = nullptr;
   bool vec = true;  // k and v rows start on 16 bytes
 };
 
-// What is known of a token behind the entries of a cache of the best keys, without its being put in: written and read
-// in cache/draft.cu, and read by the attention of the drafted tokens.
+// What is known of a token of a draft, which is not put into the cache of the best keys yet. Written and read in
+// cache/draft.cu, and read by the attention of the drafted tokens.
 struct alignas(16) DraftToken {
-  int32_t slot;      // of the entry that would make room for it; -1: it would not be kept
-  int32_t end;       // number of the first token that would push it out, or of all tokens; 0: it would not be kept
-  float score;       // -inf for NaN
+  int32_t slot;      // the entry that would make room for it; -1: the token would not be kept
+  int32_t end;       // number of the first token that would evict it, or the number of tokens; 0: it would not be kept
+  float score;       // -inf in place of NaN
   int32_t position;  // in its sequence
 };
-// Tokens of a draft whose queries attend: to the entries that none of them up to their own has pushed out, and to those
-// tokens themselves that have not been.
+// The tokens of a draft whose queries attend. A token sees the entries and the tokens up to itself, except for those
+// that a token up to itself would have evicted.
 struct CacheDraft {
   const DraftToken* tokens = nullptr;  // [batch][nheads_k][count]; nullptr: there is no draft
-  int32_t entries = 0;                 // keys before the tokens, which are the last keys
-  int32_t count = 0;                   // at most kMaxDraft, as many as there are TokenRows
+  int32_t entries = 0;  // number of entries; the keys of the tokens come behind them and are the last keys
+  int32_t count = 0;    // number of tokens: TokenRows::count, at most kMaxDraft
 };
-// With a token, what each split of a head leaves beside its results: of its entries the one that would leave the cache
-// first, which these results leave out.
+// With a token, each split of a head leaves the lowest of its entries (the one to be evicted first) here. It is not
+// part of the partial results of the split, so that it can still be left out or added.
 struct LowestEntries {
-  uint32_t* entry = nullptr;  // [num_splits][batch][nheads][4]: a CacheEntry (see cache/entry.cuh) in the first three
-  void* v = nullptr;          // 16-bit [num_splits][batch][nheads][head_dim]: its row of V
-  float* logit = nullptr;     // [num_splits + 1][batch][nheads][seqlen_q]; last, the logits of the token
+  // [num_splits][batch][nheads][4]: a CacheEntry (see cache/entry.cuh) in the first three words
+  uint32_t* entry = nullptr;
+  void* v = nullptr;  // 16-bit [num_splits][batch][nheads][head_dim]: the entry's row of V
+  // [num_splits + 1][batch][nheads][seqlen_q]: logits of the lowest entry of each split; behind them the logits of
+  // the token.
+  float* logit = nullptr;
 };
 
-// Few query rows (of one token or some, each one a head, or the heads of a group) over any number of keys: decoding. Of
-// FwdParams, `mask` is not read, and key intervals cut nothing; causality does where there are several tokens, the last
-// of which sees the last key. With a token that comes to a cache, the keys are its entries and the token, except for
-// the one that leaves the cache, whose place the token takes at the end.
+// Decoding: few query rows over any number of keys. The rows are those of one or more tokens, one for each token or,
+// where heads of a group are taken together, one for each token and head. `mask` is not read, and intervals of keys
+// are not tested. Causality is, if there are several tokens: the last one sees the last key. If a token is put into a
+// cache, the keys are the entries and the token, without the entry that the token evicts; the token takes its place
+// at the end.
 struct DecodeParams : FwdParams {
   CacheToken token;
-  CacheDraft draft;  // excludes a token; bias is that of the entries
+  CacheDraft draft;  // excludes `token`; `bias` then belongs to the entries alone
   LowestEntries lowest;
-  // Blocks that have ended, where several share a row or a head; see Arrivals in attention/sm80/decode_results.cuh. One
-  // word for each head and block of rows; with a token, one for each head and then one for each sequence.
+  // Counters of the thread blocks that have ended, where several of them share a row or a head (see Arrivals in
+  // attention/sm80/decode_results.cuh). One word for each head and block of rows. With a token: one for each head,
+  // then one for each sequence.
   uint64_t* arrivals = nullptr;
-  uint64_t launch_tag = 0;  // drawn anew for each launch: next_launch_tag() in host/launch_tag.h
+  uint64_t launch_tag = 0;  // a new number for each launch: next_launch_tag() in host/launch_tag.h
 };
 
 // Where dbias goes.
@@ -269,13 +286,14 @@ enum class DbiasKind : int32_t {
   kKey = 1,    // column sums, fp32, into dbias_cols [batch][nheads][seqlen_k] (zeroed before the launch)
   kTile = 2,   // every (b, h, i, j) has its own entry: dscores stored straight to dbias in the bias's dtype
   kAccum = 3,  // dense but shared between heads or batches: fp32 atomics into dbias_accum (zeroed before)
-  kPair =
-      4,  // Hopper, 16-bit: two heads or batches share an entry, and add to dbias itself (zeroed before). The second
-          // sum is rounded once, whichever comes first.
+  // Hopper, 16-bit: two heads or batches share an entry, and both add to dbias itself (zeroed before the launch). As
+  // a sum of two terms is rounded once, the order makes no difference.
+  kPair = 4,
 };
 
-// Hopper, 16-bit dense bias: which of those that share an entry of the bias and of its gradient have a thread block
-// together, which adds their gradients up first: kv heads 2 i and 2 i + 1 with their query heads, or such batches.
+// Hopper, 16-bit dense bias: which heads or batches that share an entry of the bias and of its gradient are handled
+// by one thread block, which adds up their gradients first: kv heads 2 i and 2 i + 1 with their query heads, or
+// batches 2 i and 2 i + 1.
 enum class BiasPairs : int32_t { kNone = 0, kHeads = 1, kBatches = 2 };
 
 struct BwdParams {
@@ -284,57 +302,67 @@ struct BwdParams {
   const void* v = nullptr;
   const void* dout = nullptr;
   Strides3 q_stride, k_stride, v_stride, dout_stride;
-  // Written by bwd_preprocess: [batch][nheads][seqlen_q_rounded]; rows past seqlen_q and rows that keep nothing
-  // have lse = +inf, so that their probabilities come out as 0 without a test. Packed sequences: [nheads] and
-  // packed_blocks() of kRowPitch rows.
+  // Written by bwd_preprocess: [batch][nheads][seqlen_q_rounded]. Rows past seqlen_q and rows that keep nothing have
+  // lse = +inf, so that their probabilities become 0 without a test. Packed sequences: [nheads][packed_blocks() of
+  // kRowPitch rows].
   const float* lse = nullptr;
-  const float* lse_rest = nullptr;  // optional, as lse: see FwdParams (0 in the padding)
+  const float* lse_rest = nullptr;  // optional, same shape: see FwdParams::lse_rest (0 in the padding)
   const float* delta = nullptr;     // rowsum(out * dout) - dlse
-  // fp32 dq in fragment order: [batch][nheads][dq_blocks][kBlockM * dq_dims], element (i, thread) of a tile at
-  // i * threads + thread, so that a warp's atomics fall on 128 consecutive bytes. nullptr: dq is not asked for. Packed
-  // sequences: [nheads][packing.m_blocks], and dq_semaphore too. On Hopper the order is that of DqTile. A launch for
-  // some of the group's heads or of the row blocks has room for those only, and the pointers to where the first of all
+  // fp32 sums of dq in fragment order: [batch][nheads][dq_blocks][kBlockM * dq_dims]. Element (i, thread) of a tile
+  // is at i * threads + thread, so that the atomics of a warp fall on 128 consecutive bytes. On Hopper the order is
+  // that of DqTile. nullptr: dq is not asked for. Packed sequences: [nheads][packing.m_blocks][kBlockM * dq_dims],
+  // and dq_semaphore is [nheads][packing.m_blocks]. If a launch handles only some heads of a group or some row
+  // blocks, there is memory for these alone, and the pointers are moved back to where the first head and row block
   // would be.
   float* dq_accum = nullptr;
-  int32_t dq_dims = 0;  // columns of a tile of dq_accum: those of the tile, or only those of head_dim, rounded up to 8
-  int32_t dq_blocks = 0;  // row blocks a head; fewer than there are only for interval lists
-  // Hopper, in place of dq_accum where a single tile has all keys of a head: dq itself.
+  // Columns of a tile of dq_accum: all columns of the tile, or only those of head_dim, rounded up to a multiple of 8.
+  int32_t dq_dims = 0;
+  // Row blocks of a head in dq_accum. If row blocks have lists, these are only the row blocks of a round.
+  int32_t dq_blocks = 0;
+  // Hopper, instead of dq_accum, if a single tile has all keys of a head: dq itself, which the kernel writes.
   void* dq = nullptr;
   Strides3 dq_stride;
   void* dk = nullptr;  // nullptr: not asked for
   void* dv = nullptr;
   Strides3 dk_stride, dv_stride;
-  // num_splits > 1, or chosen on the device (schedule != nullptr), or on Hopper launches that follow one another with
-  // heads of one group: dk and dv of a tile come from several blocks, as fp32 [slot][kBlockN][kHeadDim] each, rounded
-  // by reduce_dkv(). slot = tile, zeroed before and added to by atomics; with has_split_slots, slot = tile * num_splits
-  // + split, summed by reduce_dkv().
+  // fp32 sums of dk and dv of a tile of keys, to which several thread blocks or launches contribute,
+  // [slot][kBlockN][kHeadDim] each; reduce_dkv() rounds them. Used if num_splits > 1, if the device chooses the
+  // number of splits (schedule != nullptr), and on Hopper if launches with heads of the same group follow one
+  // another. Usually slot = tile: zeroed before, added to by atomics. With has_split_slots, slot = tile * num_splits
+  // + split: each is written once, and reduce_dkv() adds them up.
   float* dk_slots = nullptr;
   float* dv_slots = nullptr;
-  // fp32 [batch][nheads_k][seqlen_k][head_dim], zeroed before and converted after: for launches that follow one another
-  // with heads of one group (see group_begin), and for interval lists (a key lies in the lists of many row blocks).
-  // Added to by atomics where several blocks of a launch have the same key.
+  // fp32 sums of dk and dv by key, [batch][nheads_k][seqlen_k][head_dim], zeroed before and converted after. Used if
+  // launches with heads of the same group follow one another (see group_begin), and for lists of row blocks, as a key
+  // lies in the lists of many row blocks. Added to by atomics if several thread blocks of a launch have the same key.
   float* dk_accum = nullptr;
   float* dv_accum = nullptr;
-  // Where tiles add to dq in ascending or descending key order, as for deterministic sums: one for each row block of
-  // dq_accum, zeroed.
+  // One counter for each row block of dq_accum, zeroed before, if the tiles of keys add to dq in a fixed order, as
+  // for deterministic sums. nullptr: in any order.
   int32_t* dq_semaphore = nullptr;
-  // Deterministic sums over interval lists: [batch][nheads_k], zeroed. Blocks of one kv head add to dk, dv and
-  // dbias_cols in the order of their row blocks. Hopper: [batch][nheads_k][chunks], see BwdArguments; nullptr where
-  // what chunks add is kept apart (see ChunkTerms). Consecutive keys on Hopper: two for each tile, whose parts take
-  // turns.
+  // Counters, zeroed before, that order deterministic sums of dk, dv and dbias_cols:
+  //   sm80, lists of row blocks   [batch][nheads_k]: thread blocks of a kv head add in the order of their row blocks.
+  //   Hopper, lists               [batch][nheads_k][chunks]: chunks take turns (see BwdArguments). nullptr if their
+  //                               contributions are stored separately (ChunkTerms), or if a sole chunk has all rows:
+  //                               each key is then in one tile, which writes dk and dv directly.
+  //   Hopper, consecutive keys    two for each tile of keys: the parts of the tile take turns. Used if num_splits > 1.
   int32_t* dkv_semaphore = nullptr;
-  // Gathered by a key-only mask, written by bwd_schedule(): [0] = num_splits, [1] = number of tiles, [2 + i] = first
-  // tile of list i (batch-major over (batch, nheads_k)), i <= batch * nheads_k.
+  // Gathered by a key-only mask on sm80, written by bwd_schedule(): [0] = num_splits, [1] = number of tiles, [2 + i]
+  // = number of the first tile of list i, for 0 <= i <= batch * nheads_k. Lists are ordered by (batch, kv head).
   const int32_t* schedule = nullptr;
   int32_t batch = 0, seqlen_q = 0, seqlen_k = 0;
-  int32_t seqlen_q_rounded = 0;  // multiple of kRowPitch: head pitch of lse and delta
+  // seqlen_q rounded up to a multiple of kRowPitch: elements from one head to the next in lse and delta
+  int32_t seqlen_q_rounded = 0;
   int32_t nheads = 0, nheads_k = 0, head_dim = 0;
   int32_t head_ratio = 1;
-  int32_t group_begin = 0, group_end = 1;       // query heads of each kv head handled by this launch: [begin, end)
-  int32_t row_block_begin = 0, row_blocks = 1;  // interval lists: the row blocks handled by this launch
-  int32_t num_splits = 1;  // on Hopper, if there are more than heads in a launch, some of them share out its rows
-  // Gathered by a key-only mask: blocks to launch, an upper bound on tiles * splits: max(batch * nheads_k *
-  // ceil(seqlen_k / kBlockN), the max_work given to bwd_schedule).
+  int32_t group_begin = 0, group_end = 1;  // query heads of each kv head handled by this launch: [begin, end)
+  // Lists of row blocks: the row blocks that this launch handles.
+  int32_t row_block_begin = 0, row_blocks = 1;
+  // Parts of each tile of keys. On Hopper, if there are more parts than query heads in a launch, the rows of a head
+  // are divided, too.
+  int32_t num_splits = 1;
+  // Gathered by a key-only mask: thread blocks to launch, an upper bound on tiles * splits: the larger of batch *
+  // nheads_k * ceil(seqlen_k / kBlockN) and the max_work that is given to bwd_schedule().
   int32_t max_work_items = 0;
   float softmax_scale = 1.f;
   float softcap = 0.f;
@@ -349,16 +377,18 @@ struct BwdParams {
   float* dbias_cols = nullptr;  // kKey: column sums of dscores
   void* dbias = nullptr;        // kTile, kPair: in bias.dtype; kAccum: float
   int64_t dbias_batch_stride = 0, dbias_head_stride = 0, dbias_row_stride = 0;  // unit column stride
-  Packing packing;                                                              // num_splits is 1 then
-  // Hopper: one number, zero before the launch, which counts the blocks of keys that thread blocks have taken (see
-  // BwdArguments).
+  Packing packing;  // num_splits is 1 if sequences are packed
+  // Hopper: one number, zero before the launch, which counts the items (tiles of keys) that thread blocks have taken
+  // (see BwdArguments).
   int32_t* work_counter = nullptr;
-  bool has_split_slots = false;  // deterministic, but not on Hopper: splits then fall on whole heads
-  int32_t window = 0;            // as in FwdParams
-  bool mirrors_items = false;    // on Hopper, with levels kPlain and kPacked: see BwdArguments
+  // Deterministic, not on Hopper: each split of a tile has a slot of its own. Splits then consist of whole heads.
+  bool has_split_slots = false;
+  int32_t window = 0;  // see FwdParams::window
+  // Hopper, levels kPlain and kPacked: items are taken in pairs, see BwdArguments.
+  bool mirrors_items = false;
   ChunkTerms terms;
   BiasPairs bias_pairs = BiasPairs::kNone;
-  // On Hopper, where what shares dbias adds to it in a fixed order: see BwdArguments.
+  // Hopper, if heads or batches that share dbias add to it in a fixed order: see BwdArguments.
   int32_t* dbias_semaphore = nullptr;
 };
 

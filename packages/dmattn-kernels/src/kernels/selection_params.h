@@ -29,26 +29,30 @@ struct SelectParams {
   int32_t seqlen_q = 0, seqlen_k = 0;  // seqlen_q <= seqlen_k when causal
   int32_t window = 0;                  // w >= 1
   bool is_causal = true;
-  // Documents packed one after the other, the same in every row: [documents + 1], rising from 0 to seqlen_k. Keys
-  // compete, and are seen, within their document only. Causal, seqlen_q == seqlen_k. 0 documents: all keys are one.
+  // Documents packed one after the other, the same for all batches and heads: [documents + 1], rising from 0 to
+  // seqlen_k. Keys compete within their document, and only rows of the document see them. Requires is_causal and
+  // seqlen_q == seqlen_k. documents == 0: all keys are one document.
   const int32_t* cu_seqlens = nullptr;
   int32_t documents = 0;
-  int32_t num_sms = 0;  // of the device; 0: not known, a long single list then takes more launches
+  int32_t num_sms = 0;  // of the device; 0: not known, and a long single list then takes more launches
 };
 
-// Keys that share an entry of IntervalParams::latest: those that a warp looks at together.
+// Keys that share an entry of IntervalParams::latest. A warp looks at them together.
 constexpr int kIntervalChunk = 32;
 // Up to this reach, looking at all keys costs less than the launch that finds `latest`.
 constexpr int32_t kShortReach = 4096;
 
-// Lists from given intervals (`end` as above, causal): sliding windows, packed documents, a selection of one's own.
+// Lists from given intervals (`end` as in KeyList, causal): sliding windows, packed documents, or a selection that
+// the caller made.
 struct IntervalParams {
   int32_t seqlen_q = 0, seqlen_k = 0;  // seqlen_q <= seqlen_k
-  // Keys further than this before a block's first row are not looked for: the largest end[j] - j, or seqlen_k.
+  // The largest end[j] - j, or seqlen_k if that is not known. Keys that lie further before the first row of a block
+  // are not looked for.
   int32_t reach = 0;
-  int32_t* needed = nullptr;  // optional [batch][heads][blocks]: entries of each list, also of one that does not fit
-  // [batch][heads][chunks], written and read by the kernels: the largest end of every kIntervalChunk keys. nullptr
-  // where `reach` is at most kShortReach: the kernels then look at every key within reach.
+  // optional [batch][heads][blocks]: how many entries each list needs, even if they do not fit
+  int32_t* needed = nullptr;
+  // [batch][heads][chunks], written and read by the kernels: the largest end of every kIntervalChunk keys. nullptr if
+  // `reach` is at most kShortReach: the kernels then look at every key within reach.
   int32_t* latest = nullptr;
   int32_t chunks = 0;  // ceil(seqlen_k / kIntervalChunk)
 };
@@ -61,9 +65,9 @@ constexpr int kChunkKeys = 4096;
 constexpr int kBins = 2048;
 constexpr int kMaxDigits = 3;
 
-// Segments: see SelectPlan::segment_blocks. Of 4 and 8 blocks, 4 took 0.069 ms instead of 0.104 for 128 lists of 4096
-// keys on an H200, and 0.145 instead of 0.187 for 4 of 131072. A thread of kThreads holds up to 4 *
-// segment_quads(kThreads) keys.
+// Segments: see SelectPlan::segment_blocks. With up to 4 blocks in a segment, 128 lists of 4096 keys took 0.069 ms on
+// an H200, and with up to 8 blocks 0.104 ms; 4 lists of 131072 keys took 0.145 and 0.187 ms. segment_quads(): a
+// thread holds up to that many groups of four keys if the thread block has `threads` threads.
 constexpr int kMaxSegmentBlocks = 4;
 constexpr int kMaxSegmentWindow = kMaxDigits * kBins;  // the keys kept take the place of the histograms
 constexpr int segment_quads(int threads) { return threads == 256 ? 4 : 8; }
@@ -76,33 +80,34 @@ struct SelectPlan {
   int32_t offset = 0;  // position of query row 0 (causal)
   int32_t digits = 3;
 
-  bool reads_scores = false;  // segments do: there are no ordered scores
+  bool reads_scores = false;  // segments read the scores themselves, and `ord` is not used
   uint32_t* ord = nullptr;    // [rows][ord_pitch]
   int64_t ord_pitch = 0;      // a multiple of 128; ordered scores from seqlen_k on are 0
 
   int2* document = nullptr;  // [seqlen_k]: start and stop of each key's document; nullptr: all keys are one
 
-  // One list of the best of all keys is all that is wanted: not causal, or a single query row.
+  // The only list is that of the best of all keys: the call is not causal, or has a single query row.
   bool single_list = false;
 
-  // Selection by the whole grid: the best keys among 0 .. grid_keys - 1 of every row. Used for a long single list, and
-  // for the keys before the first row when there are many of them.
-  int32_t grid_keys = 0;             // 0: not used
-  int32_t chunks = 0;                // of kChunkKeys, covering grid_keys
-  bool one_launch = false;           // a single list, and all its chunks fit the GPU at once
-  uint32_t* hist = nullptr;          // [rows][kMaxDigits][kBins], zeroed before the first kernel
+  // Selection by the whole grid: the best keys among 0 .. grid_keys - 1 of every row. Used for a long single list,
+  // and for the keys before the first query row if there are many of them.
+  int32_t grid_keys = 0;     // 0: not used
+  int32_t chunks = 0;        // of kChunkKeys, covering grid_keys
+  bool one_launch = false;   // a single list for each row, and the thread blocks of all chunks fit on the GPU at once
+  uint32_t* hist = nullptr;  // [rows][kMaxDigits][kBins], zeroed before the first kernel
   uint2* digit_state = nullptr;      // [rows][kMaxDigits]: (prefix, keys still wanted) before that digit is looked at
-  int32_t* chunk_above = nullptr;    // [rows][chunks]: keys whose prefix lies above that of the last digit
-  uint32_t* chunk_suffix = nullptr;  // [rows][chunks][kBins]: keys of the prefix with last digit >= bin
+  int32_t* chunk_above = nullptr;    // [rows][chunks]: keys above the prefix that is known before the last digit
+  uint32_t* chunk_suffix = nullptr;  // [rows][chunks][kBins]: keys that have this prefix and a last digit >= bin
 
-  size_t zero_bytes = 0;         // from hist on
-  int32_t* arrived = nullptr;    // one_launch: [rows], zeroed: blocks that have come to a barrier
+  size_t zero_bytes = 0;         // bytes to zero, from hist on
+  int32_t* arrived = nullptr;    // one_launch: [rows], zeroed: thread blocks that have arrived at a barrier
   int2* chunk_counts = nullptr;  // one_launch: [rows][chunks]: keys above the cut, keys equal to it
 
-  // Sets: the best keys before certain positions, so that no block has to look at all keys before it. Set i is
-  // that of position set_origin + (i + first_set) * super_keys, and of the document that this position lies in. Sets
-  // are found in parallel: first the best of each piece between positions, then a prefix scan whose operation is "the
-  // best of both". Ping-pong buffers: a set that has taken part in n merges lies in buffer n % 2.
+  // Sets: the best keys before certain positions, so that no thread block has to look at all keys before its own. Set
+  // i belongs to position set_origin + (i + first_set) * super_keys, and to the document that contains this position.
+  // Sets are found in parallel: first the best keys of each piece between two positions, then a prefix scan whose
+  // operation is "the best of both". There are two buffers: a set that has taken part in n merges lies in buffer n %
+  // 2.
   int32_t set_origin = 0;  // a multiple of 128, at most offset
   int32_t super_keys = 0;  // a multiple of 128
   int32_t first_set = 0;   // 1 when there is nothing before set_origin
@@ -112,8 +117,9 @@ struct SelectPlan {
   int32_t* set_key = nullptr;    // the same shape, ascending
   int32_t* set_count = nullptr;  // [2][rows][sets]
 
-  // A thread block finds the lists of a segment: this many neighbouring blocks of rows. 0: of one block of rows, by a
-  // kernel that takes windows of any size and documents.
+  // A thread block finds the lists of a segment, which has this many neighbouring blocks of rows. 0: there are no
+  // segments; a thread block finds the list of one block of rows, by a kernel that takes windows of any size and
+  // documents.
   int32_t segment_blocks = 0;
   int32_t segment_threads = 0;  // of those thread blocks
 };

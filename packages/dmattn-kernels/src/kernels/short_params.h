@@ -6,8 +6,8 @@
 
 namespace dmattn {
 
-// A tile of scores has so many rows, and room for all keys: of the forward, and of the backward, whose kernels exist
-// for two numbers of keys. (The forward over 128 keys was slower than the other kernels, which split them.)
+// A tile of scores has kShortRows rows and room for all keys. The backward has kernels for up to 64 keys and for up
+// to 128. (A forward over 128 keys was slower than the other forward kernels, which split the keys.)
 constexpr int kShortRows = 64;
 constexpr int kMostShortFwdKeys = 64;
 constexpr int kMostShortBwdKeys = 128;
@@ -16,8 +16,8 @@ constexpr int short_bwd_keys(int seqlen_k) { return seqlen_k <= 64 ? 64 : kMostS
 constexpr int kMostShortHeadDim = 64;
 constexpr int short_head_dim(int head_dim) { return head_dim <= 32 ? 32 : 64; }
 
-// Thread blocks that an SM of Hopper has room for side by side: they hide each other's loads. Where each takes many
-// batches, there should be as many.
+// Thread blocks that an SM of Hopper has room for at the same time; they hide each other's loads. If thread blocks
+// take several batches each, there should be about as many as the GPU has room for.
 constexpr int short_fwd_blocks_per_sm(int head_dim, Level level) {
   return level == Level::kFull && short_head_dim(head_dim) == 64 ? 5 : 6;
 }
@@ -38,15 +38,16 @@ struct ShortParams {
   int32_t head_ratio = 1;  // nheads / nheads_k
   float softmax_scale = 1.f;
   bool is_causal = false;
-  BiasParams bias;              // kind: kNone, or anything else: elements are loaded one by one
+  BiasParams bias;              // only whether `kind` is kNone matters: elements are loaded one by one
   MaskSource mask;              // ptr == nullptr: none
   int32_t mask_head_ratio = 1;  // query heads per head of the mask
-  // Thread blocks that share the batches of a head: each takes every so many-th batch. Fewer than batches only at
-  // Level::kFull: the bias is read, and its gradient added to, once for each thread block.
+  // Thread blocks that divide the batches of a head among themselves: each takes every batch_slices-th batch. Less
+  // than `batch` only at Level::kFull, where a thread block reads the bias, and adds to its gradient, once for all
+  // its batches.
   int32_t batch_slices = 1;
 };
 
-// A thread block for each (head, block of kShortRows rows, slice of the batches), in this order, the heads first.
+// A thread block for each (head, block of kShortRows rows, slice of the batches); the head is the fastest index.
 struct ShortFwdParams : ShortParams {
   void* out = nullptr;
   Strides3 out_stride;
@@ -58,7 +59,7 @@ constexpr int64_t short_fwd_blocks(const ShortFwdParams& p) {
   return int64_t{p.nheads} * ((p.seqlen_q + kShortRows - 1) / kShortRows) * p.batch_slices;
 }
 
-// A thread block for each (kv head, slice of the batches), the heads first.
+// A thread block for each (kv head, slice of the batches); the head is the fastest index.
 struct ShortBwdParams : ShortParams {
   const void* out = nullptr;
   const void* dout = nullptr;
@@ -68,15 +69,15 @@ struct ShortBwdParams : ShortParams {
   Strides3 lse_stride;
   const float* dlse = nullptr;  // optional
   Strides3 dlse_stride;
-  void* dq = nullptr;  // nullptr: not asked for; so are dk and dv
+  void* dq = nullptr;  // nullptr: not asked for; the same for dk and dv
   void* dk = nullptr;
   void* dv = nullptr;
   Strides3 dq_stride, dk_stride, dv_stride;
-  DbiasKind dbias_kind = DbiasKind::kNone;  // kNone, kTile, or, of at most kShortRows rows, kAccum
+  DbiasKind dbias_kind = DbiasKind::kNone;  // kNone, kTile or, with at most kShortRows rows, kAccum
   void* dbias = nullptr;                    // kTile: in bias.dtype, every entry is written; kAccum: fp32, zeroed before
   int64_t dbias_batch_stride = 0, dbias_head_stride = 0, dbias_row_stride = 0;  // unit column stride
 };
-// Whether a kv head has one query head of one tile.
+// Whether a kv head has one query head, whose scores are a single tile of up to 64 keys.
 constexpr bool short_bwd_is_single(const ShortBwdParams& p) {
   return p.head_ratio == 1 && p.seqlen_q <= kShortRows && short_bwd_keys(p.seqlen_k) == 64;
 }

@@ -1,4 +1,5 @@
-// How long the forward kernels of Hopper take, in nanoseconds: tiles and shares of the keys are chosen by it. Fitted to times on an H200 (docs/kernels/forward.md#which-of-them).
+// Estimated times of the forward kernels for Hopper, in nanoseconds, by which tiles and shares of the keys are
+// chosen. Fitted to times on an H200 (docs/kernels/forward.md#which-of-them).
 #pragma once
 
 #include <algorithm>
@@ -12,8 +13,9 @@ namespace dmattn {
 
 constexpr int32_t kSm90Sms = 132;
 
-// The blocks of rows of a call, each with one of so many shares of the keys, and the tiles of keys that they meet: all of
-// them together, and those that meet the most and the fewest.
+// The work of a call. blocks: items, each a row block with one of its shares of the keys. tiles: tiles of keys that
+// all items meet together. longest, shortest: those of the item that meets the most, and of the one that meets the
+// fewest.
 struct Sm90FwdWork {
   double blocks, tiles, longest, shortest;
 };
@@ -23,7 +25,7 @@ inline Sm90FwdWork sm90_fwd_work(const FwdParams& p, const Sm90FwdTile& tile, in
   const double longest = (key_tiles - 1) / shares + 1;
   const double row_blocks = double{1} * p.batch * p.nheads * ((p.seqlen_q - 1) / block_m + 1);
   if (!p.is_causal) return {row_blocks * shares, row_blocks * shares * longest, longest, longest};
-  // The last row sees all keys, each one before it a key less.
+  // The last row sees all keys, and each row before it one key less than the next.
   const double seeing = std::min(p.seqlen_q, p.seqlen_k), before = p.seqlen_k - seeing;
   const auto tiles_of = [&](double keys) { return std::min<double>(key_tiles, keys / tile.block_n + 0.5); };
   const double share_of_rows = seeing / std::max(p.seqlen_q, 1);
@@ -31,9 +33,10 @@ inline Sm90FwdWork sm90_fwd_work(const FwdParams& p, const Sm90FwdTile& tile, in
           tiles_of(before) / shares};
 }
 
-// With so many thread blocks resident: of equal blocks a part of a wave takes as long as a whole one. Under causality
-// those that are done first take the next ones, the longest first, and at the end, for `tail`, some have nothing left. Of
-// n waves of blocks at least one thread block has n that are as long as the first of the last wave.
+// The time if `resident` thread blocks run at once. Without causality all items take the same time, and an incomplete
+// wave takes as long as a full one. Under causality thread blocks that are done take the next items, the longest
+// first, and at the end some have nothing left to do for a time of `tail`. If there are n waves, at least one thread
+// block has n items that are no shorter than the first one of the last wave.
 inline double sm90_waves_time(const Sm90FwdWork& work, bool is_causal, double block, double tile, double tail,
                               double resident) {
   const double waves = std::ceil(work.blocks / resident);
@@ -45,7 +48,7 @@ inline double sm90_waves_time(const Sm90FwdWork& work, bool is_causal, double bl
   return std::max({time_of(work.longest), waves * time_of(in_last_wave), all});
 }
 
-// --- shapes of head_dim 64 --------------------------------------------------------------------------------------------
+// --- shapes at head_dim 64 ------------------------------------------------------------------------------------------
 
 inline double sm90_tall_fwd_time(const Sm90FwdWork& work, bool is_causal, int32_t num_sms) {
   return 6650 + sm90_waves_time(work, is_causal, 1970, 1462, 3990, num_sms);
@@ -53,8 +56,9 @@ inline double sm90_tall_fwd_time(const Sm90FwdWork& work, bool is_causal, int32_
 inline double sm90_short_fwd_time(const Sm90FwdWork& work, bool is_causal, int32_t num_sms) {
   return 6130 + sm90_waves_time(work, is_causal, 1740, 1155, 2230, num_sms);
 }
-// Two thread blocks of an SM take less than twice as long as one. With those of a third wave they are no longer in step.
-// Under causality the longest one shares its SM with one that comes as many behind it as there are SMs.
+// Two thread blocks on an SM take less than twice as long as one alone. With more than two waves they are no longer
+// in step, so that waves are not rounded up. Under causality the longest item shares its SM with the one that comes
+// num_sms items later.
 inline double sm90_two_blocks_fwd_time(const Sm90FwdWork& work, bool is_causal, int32_t num_sms) {
   constexpr double kCall = 6840, kBlock = 894, kTile = 1322, kTail = 950, kAlone = 0.585;
   const double resident = 2.0 * num_sms;
@@ -74,18 +78,20 @@ inline double sm90_narrow_fwd_time(const FwdParams& p, Sm90FwdShape shape, int32
                                          : sm90_two_blocks_fwd_time(work, p.is_causal, num_sms);
 }
 
-// Of wide heads, a tile of few keys over one of many: fewer keys take longer each. Of 39 calls those that were chosen
-// by it took 0.78 to 0.95 of the time (docs/kernels/forward.md).
+// Wide heads: the time of a tile of few keys over that of a tile of many. In tiles of few keys each key takes longer.
+// Of 39 calls, those for which tiles of few keys are chosen took 0.78 to 0.95 of the time
+// (docs/kernels/forward.md#which-of-them).
 constexpr double sm90_few_keys_time(int head_dim) { return head_dim <= 192 ? 0.64 : 0.86; }
-// Whether tiles of few keys take less time. Under causality the last tile of a row block is empty in part in any case.
+// Whether tiles of few keys take less time. Under causality a part of the last tile of a row block is empty anyway.
 inline bool sm90_suits_few_keys(const FwdParams& p, int head_dim) {
   if (p.is_causal && p.seqlen_q > 1) return false;
   const auto tiles = [&](Sm90FwdShape shape) { return (p.seqlen_k - 1) / sm90_fwd_tile(head_dim, shape).block_n + 1; };
   return tiles(Sm90FwdShape::kFewKeys) * sm90_few_keys_time(head_dim) < 0.97 * tiles(Sm90FwdShape::kShort);
 }
 
-// The host's plan and the launch ask for it, so that it knows of no other number of SMs than that of an H100 or H200.
-// How long packed sequences are is known on the device only; of short ones tall tiles waste more.
+// The shape of the tiles without softcap, mask and bias. Both the plan and the launch call this and have to get the
+// same shape, so that it always assumes the number of SMs of an H100 or H200. The lengths of packed sequences are
+// known on the device only. Short ones leave more of tall tiles empty.
 inline Sm90FwdShape sm90_fwd_shape(const FwdParams& p) {
   const int head_dim = sm90_fwd_head_dim(p.head_dim);
   if (head_dim > 64) {
@@ -100,11 +106,13 @@ inline Sm90FwdShape sm90_fwd_shape(const FwdParams& p) {
   return narrow <= tall ? Sm90FwdShape::kShort : Sm90FwdShape::kTall;
 }
 
-// --- shares of the keys -----------------------------------------------------------------------------------------------
+// --- shares of the keys ---------------------------------------------------------------------------------------------
 
-// Of a launch, with the one that combines partial results and without; for each block of rows, for each of its tiles, and
-// by how much more for these with an SM for each of them busy than with one alone; for each MB of partial results; and
-// bytes of K and V a nanosecond.
+//   call, split_call  a launch; a launch with shares and the one that combines their results
+//   block, tile       an item; each of its tiles of keys
+//   busy              by which fraction a tile takes longer if every SM has an item than if only one has
+//   megabyte          each MB of partial results
+//   bytes             bytes of K and V that are read in a nanosecond
 struct Sm90FwdTime {
   double call, split_call, block, tile, busy, megabyte, bytes;
 };
@@ -115,11 +123,12 @@ constexpr Sm90FwdTime sm90_fwd_time_of(int head_dim) {
          : head_dim <= 192 ? Sm90FwdTime{6900, 9950, 2440, 1348, 0.51, 410, 4000}
                            : Sm90FwdTime{7930, 11460, 1320, 1448, 0.29, 360, 3670};
 }
-// Tiles at the end in which some SMs have nothing left.
+// At the end of a launch some SMs have nothing left to do, for the time of so many tiles.
 constexpr double kSm90FwdTail = 2;
 
-// Likewise where a mask, a bias or softcap changes the scores: of a block of rows, and of a tile by what does. Fitted to
-// 3287 calls over 512 to 32768 keys, of 1 to 260 row blocks with 1 to 64 shares.
+// The same if a mask, a bias or softcap changes the scores: the time of an item, and of a tile by what changes its
+// scores (any: softcap beside a mask or a bias, or a scale that is not positive). Fitted to 3287 calls over 512 to
+// 32768 keys, of 1 to 260 row blocks with 1 to 64 shares.
 struct Sm90ChangesTime {
   double block, softcap, mask, key_bias, tile_bias, fp32_bias, any;
 };
@@ -129,7 +138,7 @@ constexpr Sm90ChangesTime sm90_changes_time_of(int head_dim) {
          : head_dim <= 192 ? Sm90ChangesTime{3700, 2720, 1350, 1260, 1370, 1520, 2900}
                            : Sm90ChangesTime{5200, 2720, 1640, 1590, 1620, 1880, 2900};
 }
-// A tile with both, and a tall one, over one with the bias alone and 128 rows.
+// The time of a tile with a mask beside the bias, and of a tall tile, over that of a short one with a bias alone.
 constexpr double kSm90MaskBesideBias = 1.25, kSm90TallBias = 1.12;
 
 inline bool sm90_changes_scores(const FwdParams& p) {
@@ -152,8 +161,8 @@ inline Sm90FwdTime sm90_changed_fwd_time_of(const FwdParams& p, bool is_tall) {
   return {6000, 9300, times.block, tile, 0.06, 430, 3000};
 }
 
-// Over lists of keys, with a bias for each key or without: fitted to 2052 calls of 1 to 260 row blocks. Each share more
-// takes so long, as the blocks that have it look at the list, too.
+// Over lists of keys, with or without a bias for each key: fitted to 2052 calls of 1 to 260 row blocks. Each share
+// adds kSm90ListShare to the time of a call that has several, as its thread blocks read the list as well.
 constexpr Sm90FwdTime sm90_list_fwd_time_of(int head_dim) {
   return head_dim <= 64    ? Sm90FwdTime{6000, 9900, 3900, 1400, 0.06, 150, 3000}
          : head_dim <= 128 ? Sm90FwdTime{6000, 10400, 4300, 1680, 0.06, 410, 3000}
@@ -162,8 +171,8 @@ constexpr Sm90FwdTime sm90_list_fwd_time_of(int head_dim) {
 }
 constexpr double kSm90ListShare = 80;
 
-// Of a call whose row blocks have so many shares of the keys, on a GPU with so many SMs. Over lists seqlen_k is
-// their length.
+// The time of a call whose keys are split into `shares` shares, on a GPU with num_sms SMs. Over lists seqlen_k is the
+// length of the lists.
 inline double sm90_fwd_time(const FwdParams& p, int32_t shares, int32_t num_sms, bool gathered = false) {
   const int head_dim = sm90_fwd_head_dim(p.head_dim);
   Sm90FwdTime time;
@@ -186,7 +195,8 @@ inline double sm90_fwd_time(const FwdParams& p, int32_t shares, int32_t num_sms,
   const double step = time.tile * (1 + time.busy * std::min(1.0, work.blocks / num_sms));
   const double steps = sm90_waves_time(work, p.is_causal, time.block, step, kSm90FwdTail * step, num_sms);
   const double kv_bytes = 4.0 * p.batch * p.nheads_k * p.seqlen_k * p.head_dim;
-  // Neither hides wholly behind the other: the fourth root of the sum of fourth powers.
+  // Steps and the reading of K and V overlap, but neither hides the other completely: the fourth root of the sum of
+  // fourth powers.
   const double loop = std::sqrt(std::hypot(steps * steps, std::pow(kv_bytes / time.bytes, 2)));
   const double part_bytes = 4.0 * p.batch * p.nheads * p.seqlen_q * p.head_dim;
   double combine = shares == 1 ? 0 : time.megabyte * part_bytes * shares / (1 << 20);

@@ -23,13 +23,13 @@ constexpr int smem_limit(TileSet tiles) { return (tiles == TileSet::kNarrow ? 99
 //             dbias, 16-bit dbias tiles, any subset of gradients, deterministic dq, packed sequences
 //   kFull     also element loads of the bias (fp32, strided or gathered columns), dbias from registers (fp32, shared
 //             between heads), softcap in the backward. These kernels may spill.
-//   kCut      decoding alone: as kPlain, of head_dims that do not fill their tile
+//   kCut      decoding only: as kPlain, for head_dims that do not fill their tile
 enum class Level : int32_t { kPlain = 0, kGeneral = 1, kFull = 2, kPacked = 3, kCut = 4 };
 constexpr bool is_general(Level level) { return level == Level::kGeneral || level == Level::kFull; }
 
 struct FwdTile {
   int block_m, block_n, warps;
-  int blocks_per_sm = 1;  // of thread blocks that stay on their SM
+  int blocks_per_sm = 1;  // if thread blocks stay on their SM: how many of them each SM has
   constexpr bool operator==(const FwdTile& other) const {
     return block_m == other.block_m && block_n == other.block_n && warps == other.warps &&
            blocks_per_sm == other.blocks_per_sm;
@@ -49,10 +49,10 @@ struct BwdTile {
 constexpr int kHeadDimTiles[] = {64, 128, 256};
 constexpr int head_dim_tile(int head_dim) { return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256; }
 
-// A warp of the forward owns block_m / warps rows; 32 of them halve the shared-memory reads of K and V per matrix
-// instruction against 16, and fit the register file up to head_dim 128 (acc_o 128 + acc_s 64 registers).
-// Plain kernels (packed or not) over contiguous keys have the registers for 128 keys at head_dim 64: 308 against 278
-// TFLOP/s on an H200. The others would spill.
+// A warp of the forward owns block_m / warps rows. With 32 rows it reads K and V from shared memory half as often for
+// each matrix instruction as with 16, and 32 rows fit the register file up to head_dim 128 (128 registers for acc_o,
+// 64 for acc_s). Plain kernels (packed or not) over contiguous keys have enough registers for tiles of 128 keys at
+// head_dim 64: 308 instead of 278 TFLOP/s on an H200. The other kernels would spill.
 constexpr FwdTile fwd_tile(TileSet tiles, int d, Level level, bool gathered) {
   return d <= 64                     ? (is_general(level) || gathered ? FwdTile{128, 64, 4}    // 32 KB
                                                                       : FwdTile{128, 128, 4})  // 48 KB
@@ -61,8 +61,8 @@ constexpr FwdTile fwd_tile(TileSet tiles, int d, Level level, bool gathered) {
                                      : FwdTile{128, 64, 8};  // 128 KB: 1 block an SM
 }
 
-// The forward on Hopper: warpgroups of 64 rows each, the keys of a tile, and the stages of K and of V that fit the 227
-// KB of a block beside Q; or two blocks on an SM with half of that each.
+// The forward on Hopper: consumers are warpgroups of 64 rows each, block_n the keys of a tile, and stages those of K
+// and of V that fit beside Q into the 227 KB of a thread block, or into half of that if two share an SM.
 struct Sm90FwdTile {
   int consumers, block_n;
   int stages = 2, blocks_per_sm = 1;
@@ -79,9 +79,9 @@ constexpr int sm90_fwd_head_dim(int head_dim) {
                                                  : 256;
 }
 constexpr bool sm90_has_few_rows(int seqlen_q) { return seqlen_q <= 1024; }
-// See sm90_fwd_shape(). Of head_dim 64 tall ones hide a softmax that takes as long as the products; short ones are more
-// row blocks; and of two thread blocks on an SM one computes while the other waits. Wide heads have tiles of fewer keys
-// where these leave less of the last tile empty.
+// Chosen by sm90_fwd_shape(). At head_dim 64, tall row blocks hide a softmax that takes as long as the products,
+// short ones are more in number, and of two thread blocks on an SM one computes while the other waits. Wide heads
+// have tiles of few keys if these leave less of the last tile empty.
 enum class Sm90FwdShape { kTall, kShort, kTwoBlocks, kFewKeys };
 constexpr Sm90FwdTile sm90_fwd_tile(int d, Sm90FwdShape shape) {
   const bool has_few_keys = shape == Sm90FwdShape::kFewKeys;
@@ -94,29 +94,30 @@ constexpr Sm90FwdTile sm90_fwd_tile(int d, Sm90FwdShape shape) {
                     : (has_few_keys ? Sm90FwdTile{2, 64} : Sm90FwdTile{2, 80});     // 192 KB; 224 KB
 }
 
-// With a window of keys: the fewer rows a tile has, the fewer keys it meets outside of their windows.
+// With a window of keys: the fewer rows a tile has, the fewer keys it computes that lie outside of the windows of its
+// rows.
 constexpr Sm90FwdTile sm90_window_fwd_tile(int head_dim_tile) {
   return sm90_fwd_tile(head_dim_tile, Sm90FwdShape::kTwoBlocks);
 }
 
-// With a bias, a dense mask or softcap. Two stages of the bias have to fit, too. is_tall: see below.
+// With a bias, a dense mask or softcap. Two stages of the bias have to fit, too.
 constexpr Sm90FwdTile sm90_general_fwd_tile(int head_dim_tile, bool is_tall = false) {
   return head_dim_tile <= 64    ? (is_tall ? Sm90FwdTile{3, 128}   // 208 KB
                                            : Sm90FwdTile{2, 128})  // 160 KB
          : head_dim_tile <= 128 ? Sm90FwdTile{2, 128}              // 224 KB
                                 : Sm90FwdTile{2, 64};              // 224 KB
 }
-// With a bias and nothing else, head_dim 64 has tall tiles for the same reason as without. Fewer of them are empty
-// under a mask, and beside three consumers there are too few registers to read fp32 tiles of a bias ahead. Windows: as
-// above. No kernel with tall tiles splits the keys.
+// With a bias and nothing else, head_dim 64 has tall tiles for the same reason as without a bias. Not with a mask,
+// under which fewer tall tiles are empty; not with fp32 tiles of a bias, as three consumers leave too few registers
+// to read them ahead; and not with a window (see above). No kernel with tall tiles splits the keys.
 constexpr bool sm90_general_fwd_is_tall(const FwdParams& p, int32_t shares) {
   return shares <= 1 && p.head_dim <= 64 && !sm90_has_few_rows(p.seqlen_q) &&
          (p.bias.kind == BiasKind::kKey || p.bias.kind == BiasKind::kTile) && !p.has_mask && p.window == 0 &&
          p.softcap == 0.f && p.softmax_scale > 0.f;
 }
 
-// The forward on Hopper over lists of keys: two warpgroups of 64 rows each. Short lists have two blocks an SM where the
-// registers are enough.
+// The forward on Hopper over lists of keys: two warpgroups of 64 rows each. For short lists an SM has two thread
+// blocks, at head_dims at which the registers are enough.
 struct Sm90ListTile {
   int block_n, stages;
   int blocks_per_sm = 1;
@@ -127,8 +128,8 @@ constexpr int kSm90ListWarps = 12;
 constexpr int sm90_list_head_dim(int head_dim) {
   return head_dim <= 128 ? head_dim_tile(head_dim) : sm90_fwd_head_dim(head_dim);
 }
-// Of 16384 rows, 16 heads over 4, lists of 1024 keys took 0.96 of the time with two blocks, of 4096 keys 1.05. The list
-// of a mask is laid out after this is asked, with room for all keys.
+// 16384 rows, 16 heads over 4: with two thread blocks on an SM lists of 1024 keys took 0.96 of the time, lists of
+// 4096 keys 1.05. The list of a mask has no capacity yet when this is asked; it will have room for all keys.
 constexpr bool sm90_lists_are_short(const FwdParams& p) {
   return p.head_dim <= 64 && p.num_splits <= 1 &&
          (p.seqlen_k <= 2048 || (p.keys.capacity > 0 && p.keys.capacity <= 2048));
@@ -150,12 +151,13 @@ constexpr BwdTile bwd_tile(TileSet tiles, int d) {
                                                  : BwdTile{64, 64, 8, 4, 2, 2, 1});   // 144 KB
 }
 
-// The backward on Hopper: two consumers of 64 keys each. Where block_m is no multiple of 64, dq is computed transposed.
-// Lists are for blocks of 128 rows, which 96 do not divide; the states of a dense mask are those of 64 rows, statistics
-// of packed sequences (kRowPitch) have room for whole blocks of 64, and rows of dq are written where it is not
-// transposed: `in_64_rows` says that there is any of that. A dense bias has two stages of 16 KB, or in fp32 32 KB, at
-// head_dim 128, three at 64. Wide heads take two thread blocks, each with two consumers, which have the same 64 keys
-// and other products.
+// The backward on Hopper: two consumers of 64 keys each. If block_m is not a multiple of 64, dq is computed
+// transposed. A tile of 96 rows is possible for neither lists, which are for blocks of 128 rows, nor a call that is
+// in_64_rows: one with a dense mask, whose states are those of 64 rows, or with a window, which has the same kernels;
+// with packed sequences, whose lse and delta (kRowPitch) have room for whole blocks of 64 rows; or one whose kernel
+// writes the rows of dq, which must not be transposed. A dense bias has two stages at head_dim 128, of 16 KB or in
+// fp32 of 32 KB, and three at 64. Wide heads take a cluster of two thread blocks with two consumers each; the
+// consumers of a thread block have the same 64 keys and compute different products.
 constexpr BwdTile sm90_bwd_tile(int d, bool gathered, bool has_bias, bool in_64_rows) {
   return d <= 64 && !gathered && !has_bias && !in_64_rows ? BwdTile{96, 128, 8, 1, 8, 4, 3}
          // 162 KB: 472 TFLOP/s on an H200, 438 with 64 rows
@@ -164,19 +166,20 @@ constexpr BwdTile sm90_bwd_tile(int d, bool gathered, bool has_bias, bool in_64_
                                            : BwdTile{64, 128, 8, 1, 8, 4, 3};     // 211 KB
 }
 
-// Decoding: a block of `warps` warps, each of which walks keys of its own, kDecodeKeys at a time, with `stages` of them
-// on their way. All rows of a block share the 16 of one matrix instruction.
+// Decoding: each of the `warps` warps of a thread block goes through keys of its own, kDecodeKeys at a time, with up
+// to `stages` such steps being loaded. A thread block has up to kDecodeRows rows, which are those of one matrix
+// instruction.
 struct DecodeTile {
   int warps, stages;
 };
 constexpr int kDecodeRows = 16;
 constexpr int kDecodeKeys = 16;
-// The rows of several tokens, of a draft or of a call, read K and V together. The sums of 32 rows fit the registers up
-// to head_dim 128.
+// The rows of several tokens, of a draft or of a call, are in one thread block and read K and V together:
+// token_rows() at most. The sums of 32 rows fit the registers up to head_dim 128.
 constexpr int kMaxDraft = 32;
 constexpr int token_rows(int d) { return d <= 128 ? 32 : 16; }
 
-// The bytes in flight decide the speed: about 32 KB an SM hide the latency of an H200's memory. Within 99 KB a block.
+// The bytes in flight decide the speed: about 32 KB for each SM hide the latency of an H200's memory. At most 99 KB.
 constexpr DecodeTile decode_tile(int d) {
   return d <= 64    ? DecodeTile{4, 4}   // 64 KB
          : d <= 128 ? DecodeTile{4, 3}   // 96 KB
@@ -188,12 +191,13 @@ constexpr int decode_smem_bytes(int d) {
   return decode_tile(d).warps * decode_tile(d).stages * 2 * kDecodeKeys * head_dim_tile(d) * 2;
 }
 
-// Which of a unit's kernels a launch takes, and of how many thread blocks: decided by the plans in src/host/plan.
+// Which kernel of a unit a launch takes, and with how many thread blocks: decided by the plans in src/host/plan.
 struct KernelChoice {
   TileSet tiles = TileSet::kWide;
   Level level = Level::kPlain;
   int64_t blocks = 0;
-  // Of a forward, or a backward: a launch for Hopper finds the same one, or is refused.
+  // The tile that the plan has chosen, for a forward or a backward. A launch for Hopper finds its tile by itself, and
+  // is refused if it finds another one.
   FwdTile fwd_tile = {};
   BwdTile bwd_tile = {};
 };

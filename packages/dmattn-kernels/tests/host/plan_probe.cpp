@@ -570,7 +570,8 @@ extern "C" uint32_t probe_quotient(uint32_t n, int32_t value) {
   return by.value == 1 ? n : static_cast<uint32_t>(uint64_t{n} * by.multiplier >> 32) >> by.shift;
 }
 
-// Rows of a bias on Hopper that TMA takes by classes: how many there are, from one head to the next, and between batches.
+// Rows of a bias on Hopper that TMA takes by classes: how many there are, from one head to the next, and between
+// batches.
 extern "C" void probe_number_rows(const int64_t* strides, int batch, int heads, int rows, int keys, int64_t* found) {
   dmattn::BiasParams bias;
   bias.batch_stride = strides[0];

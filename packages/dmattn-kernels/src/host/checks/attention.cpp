@@ -5,18 +5,18 @@ namespace dmattn {
 namespace {
 
 constexpr int32_t kMaxSeqlen = int32_t{1} << 30;
-// Each may start a block of 128 rows in the workspace, and rows are counted in 32 bits.
+// Each sequence may start a new block of 128 rows in the workspace, and rows are counted in 32 bits.
 constexpr int64_t kMaxSequences = int64_t{1} << 22;
 
 // --- the attention problem -----------------------------------------------------------------------------------------
 
 struct Extents {
   int64_t batch, seqlen_q, seqlen_k, nheads, nheads_k, head_dim;
-  bool is_packed;        // batch is 1 then and in no shape; the lengths are those of all sequences together
-  int64_t max_seqlen_k;  // columns of a packed mask or bias per row
+  bool is_packed;        // batch is then 1 and in no shape, and the lengths are those of all sequences together
+  int64_t max_seqlen_k;  // columns of a packed mask or bias that has rows
 };
 
-// (batch, a, b, ...), without the batch when sequences are packed.
+// Expects (batch, a, b, ...), or (a, b, ...) if sequences are packed.
 void check_batched(const char* name, const dmattn_tensor& t, const Extents& e, std::initializer_list<int64_t> shape,
                    const char* meaning) {
   if (!e.is_packed) return check_shape(name, t, shape, meaning);
@@ -26,7 +26,7 @@ void check_batched(const char* name, const dmattn_tensor& t, const Extents& e, s
 
 Extents check_qkv(const dmattn_tensor& q, const dmattn_tensor& k, const dmattn_tensor& v, bool is_packed,
                   int64_t max_seqlen_k) {
-  const int rows = is_packed ? 0 : 1;  // their dimension
+  const int rows = is_packed ? 0 : 1;  // dimension of the rows
   check_rank("q", q, rows + 3);
   check_rank("k", k, rows + 3);
   const int64_t batch = is_packed ? 1 : q.shape[0];
@@ -48,7 +48,7 @@ Extents check_qkv(const dmattn_tensor& q, const dmattn_tensor& k, const dmattn_t
   return e;
 }
 
-// mask or bias of packed sequences.
+// A mask or bias of packed sequences.
 void check_packed_operand(const char* name, const dmattn_tensor& t, const Extents& e) {
   check_rank(name, t, t.ndim == 2 ? 2 : 3);
   const bool heads_fit = t.shape[0] == 1 || t.shape[0] == e.nheads_k || t.shape[0] == e.nheads;
@@ -63,7 +63,7 @@ void check_packed_operand(const char* name, const dmattn_tensor& t, const Extent
        static_cast<long long>(e.seqlen_q), static_cast<long long>(e.max_seqlen_k));
 }
 
-// mask or bias.
+// A mask or bias.
 void check_broadcastable(const char* name, const dmattn_tensor& t, const Extents& e) {
   if (e.is_packed) return check_packed_operand(name, t, e);
   check_rank(name, t, 4);
@@ -109,7 +109,7 @@ void check_attention_selection(const dmattn_key_selection& s, const dmattn_tenso
                   pointers);
 }
 
-// What is said of a selection beside its lists.
+// The window that a call says its selection to be.
 template <class Params>
 void check_window(const Params& p) {
   if (p.window < 0) fail(DMATTN_ERROR_INVALID_VALUE, "window is %d; wanted at least 1, or 0 for none", p.window);
@@ -118,7 +118,7 @@ void check_window(const Params& p) {
   }
 }
 
-// A tensor that has a twin: out for q, dk for k, ...
+// A tensor with the shape and dtype of another one: out as q, dk as k, ...
 void check_like(const char* name, const dmattn_tensor& t, const dmattn_tensor& twin, const char* meaning) {
   check_dtype(name, t, {twin.dtype});
   const int64_t* s = twin.shape;
@@ -133,7 +133,7 @@ void check_lse(const char* name, const dmattn_tensor& lse, const Extents& e) {
                 e.is_packed ? "(nheads, total_q)" : "(batch, nheads, seqlen_q)");
 }
 
-// Optional; read and written with the strides of lse.
+// Optional. Kernels use the strides of lse for it.
 void check_lse_rest(const dmattn_tensor& rest, const dmattn_tensor& lse, const Extents& e, PointerCheck& pointers) {
   if (!is_present(rest)) return;
   check_lse("softmax_lse_rest", rest, e);
@@ -160,7 +160,7 @@ void check_cu_seqlens(const char* name, const dmattn_tensor& t, PointerCheck& po
   check_pointer(name, t, pointers);
 }
 
-// The total of lengths that are at most max_seqlen.
+// `total`: the sum of all lengths, each of which is at most max_seqlen.
 void check_max_seqlen(const char* name, int32_t max_seqlen, int64_t sequences, int64_t total, const char* total_name) {
   if (max_seqlen < 0 || max_seqlen > kMaxSeqlen) {
     fail(DMATTN_ERROR_INVALID_VALUE, "%s is %d; wanted 0 to %d", name, max_seqlen, kMaxSeqlen);
@@ -171,7 +171,7 @@ void check_max_seqlen(const char* name, int32_t max_seqlen, int64_t sequences, i
   }
 }
 
-// What can be checked without reading cu_seqlens.
+// Checks all that can be checked without reading cu_seqlens.
 template <class Params>
 void check_packing(const Params& p, const Extents& e, PointerCheck& pointers) {
   if (!e.is_packed) {
@@ -264,7 +264,7 @@ void check_dbias(const dmattn_bwd_params& p, PointerCheck& pointers) {
   p.bias.ndim == 4   ? check_shape("dbias", p.dbias, {s[0], s[1], s[2], s[3]}, "the shape of bias")
   : p.bias.ndim == 3 ? check_shape("dbias", p.dbias, {s[0], s[1], s[2]}, "the shape of bias")
                      : check_shape("dbias", p.dbias, {s[0], s[1]}, "the shape of bias");
-  // Sums of rows or columns are written entry by entry.
+  // Padded rows are for gradients with both rows and columns. Others are sums, which need a contiguous dbias.
   const bool has_rows = p.bias.ndim == 4 && s[2] > 1 && s[3] > 1;
   has_rows ? check_rows_apart("dbias", p.dbias) : check_contiguous("dbias", p.dbias);
   check_pointer("dbias", p.dbias, pointers);

@@ -5,7 +5,7 @@
 namespace dmattn {
 namespace {
 
-// The queries of the tokens, and what they become.
+// The queries of the tokens and their results.
 template <class Params>
 void check_queries(const Params& p, PointerCheck& pointers) {
   check_rank("q", p.q, 4);
@@ -82,7 +82,7 @@ void check_drafted_cache(const Params& p, PointerCheck& pointers) {
   }
   check_dtype("draft", p.draft, {DMATTN_INT32});
   check_state("draft", p.draft, {batch, nheads_k, tokens, 4}, "(batch, nheads_k, tokens, 4)");
-  // Read and written whole.
+  // A DraftToken is read and written as one vector.
   const bool is_aligned = reinterpret_cast<uintptr_t>(p.draft.data) % sizeof(DraftToken) == 0;
   pointers.complete = pointers.complete && is_aligned;
   if (!is_aligned && pointers.required) {

@@ -7,10 +7,10 @@
 namespace dmattn {
 namespace {
 
-// Of all heads of a key, so that a thread block can count the words that it copies in 31 bits.
+// Elements of a key, all heads together: up to here a thread block can count the words that it copies in 31 bits.
 constexpr int64_t kMaxKeyElements = int64_t{1} << 22;
 
-// The keys of a result: what others have to go with.
+// The extents and dtypes of the result, which the other tensors have to match.
 struct KeyExtents {
   int64_t batch, seqlen, heads, head_dim, head_dim_v;
   int32_t dtype, score_dtype;
@@ -22,7 +22,7 @@ void check_divides(const char* name, int64_t few, int64_t heads) {
        static_cast<long long>(few), static_cast<long long>(heads));
 }
 
-// Rows that are read, (batch, seqlen, heads or a divisor, head_dim).
+// Rows that are read: (batch, seqlen, heads or a divisor of them, head_dim).
 void check_rows(const char* name, const dmattn_tensor& t, const KeyExtents& e, int64_t seqlen, int64_t head_dim,
                 PointerCheck& pointers) {
   check_rank(name, t, 4);
@@ -33,7 +33,7 @@ void check_rows(const char* name, const dmattn_tensor& t, const KeyExtents& e, i
   check_pointer(name, t, pointers);
 }
 
-// Numbers that are read, (batch or 1, heads or a divisor, seqlen).
+// Numbers that are read: (batch or 1, heads or a divisor of them, seqlen).
 void check_numbers(const char* name, const dmattn_tensor& t, const KeyExtents& e, int64_t seqlen,
                    PointerCheck& pointers) {
   check_rank(name, t, 3);
@@ -61,7 +61,7 @@ void check_contiguous_ints(const char* name, const dmattn_tensor& t, std::initia
   check_pointer(name, t, pointers);
 }
 
-// The result and its extents.
+// Checks the result and returns its extents.
 KeyExtents check_result(const char* const (&names)[3], const dmattn_tensor& k, const dmattn_tensor& v,
                         const dmattn_tensor& score, PointerCheck& pointers) {
   check_rank(names[0], k, 4);

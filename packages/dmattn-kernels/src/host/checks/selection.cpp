@@ -26,7 +26,7 @@ void check_selection(const dmattn_key_selection& s, const SelectionExtents& e, b
     check("selection.full", s.full, {e.batch, e.heads, e.blocks}, "(batch, heads, blocks)");
   } else if (is_present(s.full)) {
     fail(DMATTN_ERROR_INVALID_VALUE,
-         "selection.full is given but is_causal is 0; wanted a selection that is not causal");
+         "selection.full is given but is_causal is 0; wanted it absent, as all entries of these lists are full keys");
   }
 }
 

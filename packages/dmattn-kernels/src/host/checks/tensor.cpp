@@ -8,8 +8,8 @@
 namespace dmattn {
 namespace {
 
-// Extents stay below 2^30, so that an extent rounded up to a tile is an int32, and products below 2^46, so that sizes
-// in bytes are far from overflowing 64 bits.
+// Extents are at most 2^30, so that an extent rounded up to a tile is an int32, and products at most 2^46, so that
+// sizes in bytes are far from overflowing 64 bits.
 constexpr int64_t kMaxExtent = int64_t{1} << 30;
 constexpr int64_t kMaxElements = int64_t{1} << 46;
 constexpr int64_t kMaxHeadDim = 256;
@@ -91,7 +91,7 @@ void check_writable(const char* name, const dmattn_tensor& t) {
 
 namespace {
 
-// Whether strides are those of a contiguous tensor whose innermost extent were `row`.
+// Whether the strides are those of a contiguous tensor whose last extent is `row`.
 bool has_dense_strides(const dmattn_tensor& t, int64_t row) {
   int64_t stride = 1;
   for (int i = t.ndim - 1; i >= 0; --i) {
@@ -140,7 +140,7 @@ void check_pointer(const char* name, const dmattn_tensor& t, PointerCheck& point
 
 void check_head_dim(const char* name, int64_t head_dim) {
   const auto got = static_cast<long long>(head_dim);
-  if (head_dim < 1) fail(DMATTN_ERROR_INVALID_VALUE, "%s has head_dim %lld; wanted at least 8", name, got);
+  if (head_dim < 1) fail(DMATTN_ERROR_INVALID_VALUE, "%s has head_dim %lld; wanted a multiple of 8", name, got);
   if (head_dim > kMaxHeadDim) {
     fail(DMATTN_ERROR_UNSUPPORTED, "%s has head_dim %lld; wanted at most %lld", name, got,
          static_cast<long long>(kMaxHeadDim));

@@ -1,4 +1,4 @@
-// Checks on the caller's parameters, all of them before the device is looked at.
+// Checks on the caller's parameters. They all come before the device is looked up.
 #pragma once
 
 #include <cstring>
@@ -8,8 +8,8 @@
 
 namespace dmattn {
 
-// Whether data pointers have to be set and aligned: not yet when only the workspace size is asked for. `complete` then
-// says whether they are already, so that the launch need not check the same parameters again.
+// Whether data pointers have to be set and aligned. They need not be when only the size of the workspace is asked
+// for; `complete` then says whether they already are, so that the launch need not check the same parameters again.
 struct PointerCheck {
   bool required;
   bool complete = true;
@@ -30,10 +30,10 @@ void validate_workspace(const void* workspace, size_t bytes, size_t wanted);
 inline bool is_present(const dmattn_tensor& t) { return t.ndim > 0; }
 inline bool has_selection(const dmattn_key_selection& s) { return is_present(s.idx); }
 
-// Copies `size` bytes of a caller's struct over the `known` zeroed bytes of `to`: see read_params.
+// Copies the caller's struct, as far as it is known, over the `known` zeroed bytes of `to`: see read_params.
 void copy_params(const void* given, size_t known, const char* type, void* to);
 
-// The parameters as this library knows them: fields that a caller compiled against an older header does not have are
+// The parameters in the form that this library knows. Fields that the caller's older header does not have become
 // zero; fields of a newer header that this library does not know must be zero.
 template <class Params>
 Params read_params(const Params* given, const char* type) {

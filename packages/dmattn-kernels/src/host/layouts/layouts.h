@@ -1,4 +1,4 @@
-// Where the arrays that stand for a mask lie in the workspace.
+// Where the arrays that represent a mask lie in the workspace.
 #pragma once
 
 #include "host/workspace.h"

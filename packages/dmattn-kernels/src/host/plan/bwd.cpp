@@ -68,8 +68,8 @@ void set_gradients(BwdPlan& plan, const dmattn_bwd_params& p) {
 
 // Elements from one head of a spare dk or dv to the next: each starts on 16 bytes.
 int64_t spare_row_size(const BwdParams& p) { return round_up<int64_t>(p.head_dim, 8); }
-// Has the gradients computed that were not asked for: a kernel that finds all three is faster than one that leaves some
-// out but is made for older chips (on an H100, 1.05 to 3.2 times).
+// Adds the gradients that were not asked for: Hopper's kernels, which always compute all three, are faster than the
+// sm80 code, which leaves some out (on an H100, 1.05 to 3.2 times).
 void add_spare_gradients(BwdPlan& plan) {
   BwdParams& p = plan.kernel;
   plan.spares = {!plan.wants_dq, !plan.wants_dk, !plan.wants_dv};
@@ -87,7 +87,7 @@ void place_spare_gradients(BwdPlan& plan, Workspace& workspace) {
   if (plan.spares.dv) p.dv = workspace.take_bytes(static_cast<size_t>(bytes));
 }
 
-// Of dbias itself where the strides were those of its sums, or the other way round.
+// Changes the strides of dbias from those of its sums to those of rows that are `pitch` elements apart.
 void set_dbias_pitch(BwdParams& kernel, int64_t pitch) {
   const auto scaled = [&](int64_t stride) { return stride / kernel.dbias_row_stride * pitch; };
   kernel.dbias_head_stride = scaled(kernel.dbias_head_stride);
@@ -95,7 +95,8 @@ void set_dbias_pitch(BwdParams& kernel, int64_t pitch) {
   kernel.dbias_row_stride = pitch;
 }
 
-// Two terms can be added up in 16 bits, in any order: zero and the first of them is the first.
+// Whether each entry of dbias is the sum of two terms. These can be added up in 16 bits, in any order: the first one
+// is added to zero, which is exact.
 bool is_sum_of_pairs(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
   const int64_t scores = rows_of(p) * p.seqlen_q * p.seqlen_k;
@@ -107,7 +108,7 @@ bool is_sum_of_pairs(const BwdPlan& plan) {
 void share_list(BwdPlan& plan) {
   if (plan.walk == KeyWalk::kMaskList) {
     Workspace nowhere(nullptr);
-    plan.kernel.keys = layout_key_list(plan.mask, nowhere);  // as place_keys() will, here for its extents
+    plan.kernel.keys = layout_key_list(plan.mask, nowhere);  // as in place_keys(); only the extents are needed here
     plan.kernel.keys.head_ratio = plan.kernel.nheads / plan.mask.heads;
   }
   plan.list_rows = kListBlock;
@@ -115,8 +116,9 @@ void share_list(BwdPlan& plan) {
   plan.round = plan.whole;
 }
 
-// Whether the kernels for Hopper of keys that fit one tile will do. Each row meets one item, so that nothing is added to
-// dq. Causality must leave each row a key, as nobody would write the others; what a mask leaves does not matter.
+// Whether Hopper's kernels for keys that fit one tile can take the call. Each row is then in one item only, so that
+// nothing is added to dq. Causality must leave each row a key, as no item would write the dq of a row without one. A
+// mask need not, as rows whose keys are all masked are computed like others.
 bool may_store_dq(const BwdPlan& plan, const BwdTile& tile) {
   const BwdParams& p = plan.kernel;
   const bool meets_keys = !p.is_causal || p.seqlen_q <= p.seqlen_k;
@@ -126,7 +128,7 @@ bool may_store_dq(const BwdPlan& plan, const BwdTile& tile) {
          p.seqlen_k <= tile.block_n && meets_keys && !plan.spares.dq && plan.convert_dq.vec_dq;
 }
 
-// Of a unit's kernels the one that does the least beyond what is asked for, and what follows from its tile.
+// Chooses the least general of the unit's kernels that can do what is asked for, and sets what follows from its tile.
 void use_kernels(BwdPlan& plan, const KernelSet& kernels, const Device& device) {
   plan.resident_blocks = kernels.is_persistent ? device.num_sms : 0;
   if (kernels.is_persistent && is_sum_of_pairs(plan)) {
@@ -158,15 +160,17 @@ void use_kernels(BwdPlan& plan, const KernelSet& kernels, const Device& device) 
   }
   plan.convert_dq.packing = kernel.packing;
   const DqOrder order = kernels.dq_order(tile);
-  // On Hopper the fragments of wide tiles follow one another by their columns, and the last ones may be left out, but
-  // not beside a bias for each row and key (see tile_of_dq() in sm90/bwd_results.cuh).
+  // On Hopper the fragments of tiles of more than 64 columns are ordered by their columns, so that those beyond
+  // head_dim can be left out, except beside a bias for each row and key (see tile_of_dq() in
+  // attention/sm90/bwd_results.cuh).
   const bool has_dense_bias = kernel.bias.kind == BiasKind::kTile || kernel.bias.kind == BiasKind::kDirect;
   const bool may_cut_dims = order == DqOrder::kVectors && plan.unit.head_dim_tile > 64 && !has_dense_bias;
   kernel.dq_dims = may_cut_dims ? round_up(kernel.head_dim, 8) : plan.unit.head_dim_tile;
   plan.convert_dq.layout = {tile.block_m,    plan.unit.head_dim_tile, kernel.dq_dims,
                             32 * tile.warps, tile.warps_m_dq,         order};
-  // The kernels for Hopper take powers of two, and leave dq in units of 1 / softmax_scale. Logits with a bias are
-  // scaled last.
+  // Hopper's kernels compute probabilities as powers of 2, with lse scaled to match, and leave the factor
+  // softmax_scale out of dq. With a bias they scale the difference of logit and lse, so that only the rest of lse is
+  // scaled here.
   if (order != DqOrder::kRegisters) {
     plan.convert_dq.scale = kernel.softmax_scale;
     (has_bias ? plan.preprocess.rest_scale : plan.preprocess.lse_scale) = kLog2e;
@@ -201,7 +205,7 @@ void set_preprocess(BwdPlan& plan, const dmattn_bwd_params& p) {
   pre.lse_rest = static_cast<const float*>(p.softmax_lse_rest.data);
 }
 
-// lse, its rest and delta, as the kernels read them.
+// Places lse, its rest and delta, as the kernels read them.
 void place_statistics(BwdPlan& plan, Workspace& workspace) {
   BwdPreprocessParams& pre = plan.preprocess;
   BwdParams& kernel = plan.kernel;
@@ -213,7 +217,7 @@ void place_statistics(BwdPlan& plan, Workspace& workspace) {
   kernel.delta = pre.delta;
 }
 
-// Dense entries of a dbias of such a shape, or their sums. pitch: from one row to the next.
+// Sets the strides of a dense dbias of this shape, or of its sums. pitch: elements from one row to the next.
 void set_dbias_strides(BwdParams& kernel, const int64_t* shape, int64_t pitch) {
   kernel.dbias_row_stride = pitch;
   kernel.dbias_head_stride = shape[1] == 1 ? 0 : shape[2] * pitch;
@@ -223,8 +227,8 @@ void set_dbias_strides(BwdParams& kernel, const int64_t* shape, int64_t pitch) {
 int64_t pitch_of_sums(int64_t keys) { return round_up<int64_t>(keys, 4); }
 bool has_fp32_dbias(const BwdPlan& plan) { return plan.dbias_dtype == Dtype::kFloat32; }
 
-// Which of the ways dbias takes: nothing from the kernel (constant along the keys), column sums (the same for every
-// row), its own entry for every score, or an fp32 accumulator shared between heads or batches.
+// Chooses how dbias is computed: without the kernel (bias constant along the keys), from column sums (bias the same
+// for every row), with an entry for every score, or as sums that heads or batches share.
 void choose_dbias(BwdPlan& plan, const dmattn_bwd_params& p, bool per_key) {
   if (!is_present(p.dbias)) return;
   BwdParams& kernel = plan.kernel;
@@ -254,8 +258,8 @@ void choose_sequence(BwdPlan& plan, const dmattn_bwd_params& p) {
   BwdSequence& sequence = plan.sequence;
   const bool has_groups = kernel.head_ratio > 1;
   if (has_lists_of_heads(plan)) sequence.per_group = true;
-  // A block then has the column sums of one head, to be added in its turn at its end. Those on Hopper have the sums of
-  // all heads of a group that share the bias.
+  // With per_group a thread block has the column sums of a single head, and takes one turn to add them at its end. On
+  // Hopper a thread block has the sums of all heads of a group that share the bias.
   const bool dbias_turns =
       plan.walk == KeyWalk::kRowBlockLists && plan.chunk_blocks == 0 && kernel.dbias_kind == DbiasKind::kKey;
   if (kernel.deterministic && has_groups && dbias_turns) sequence.per_group = true;
@@ -265,7 +269,8 @@ void choose_sequence(BwdPlan& plan, const dmattn_bwd_params& p) {
   const int64_t bias_batch = p.bias.shape[0], bias_heads = p.bias.shape[1];
   if (has_groups && bias_heads < kernel.nheads) sequence.per_group = true;
   sequence.per_head_k = bias_heads < kernel.nheads_k;
-  // One kv head cannot be told from the others in arrays of several batches.
+  // A launch for one kv head has the extents of a single head, with which it cannot find a second batch in arrays of
+  // all heads. So it has one batch, too.
   sequence.per_batch = kernel.packing.slabs(kernel.batch) > 1 && (bias_batch == 1 || sequence.per_head_k);
 }
 
@@ -276,11 +281,11 @@ void choose_dbias_sums(BwdPlan& plan, const dmattn_bwd_params& p) {
   set_dbias_strides(kernel, p.dbias.shape, pitch_of_sums(plan.dbias_keys));
 }
 
-// What of dbias itself is cleared before the launch.
+// Chooses what part of dbias itself is cleared before the launch.
 void choose_dbias_zeros(BwdPlan& plan) {
   const BwdParams& kernel = plan.kernel;
-  // The kernel stores whole tiles; only those that no row sees are left out, and columns behind a packed sequence. The
-  // kernel for few keys stores every entry.
+  // The kernel stores whole tiles, except those that no row sees and, with packed sequences, columns behind the keys
+  // of a sequence. The kernel for few keys stores every entry.
   const bool visits_all = plan.is_short() || (plan.walk == KeyWalk::kTiled && !has_mask(plan.mask) &&
                                               !kernel.is_causal && !kernel.packing.is_active());
   const bool is_added_to =
@@ -289,7 +294,7 @@ void choose_dbias_zeros(BwdPlan& plan) {
   plan.dbias_zero_bytes = has_zeros ? plan.dbias_bytes() : size_t{0};
 }
 
-// How dbias itself is written, in memory that place_dbias() finds.
+// Sets how dbias itself is written; place_dbias() places its sums.
 void set_dbias(BwdPlan& plan, const dmattn_bwd_params& p) {
   if (!is_present(p.dbias)) return;
   const BwdParams& kernel = plan.kernel;
@@ -314,7 +319,7 @@ void set_dbias(BwdPlan& plan, const dmattn_bwd_params& p) {
   choose_dbias_zeros(plan);
 }
 
-// Sums of dbias that start as zeros once.
+// Places the sums of dbias, which are zeroed once for all rounds.
 void place_dbias(BwdPlan& plan, Workspace& workspace) {
   BwdParams& kernel = plan.kernel;
   plan.scratch_zeros = workspace.here();
@@ -357,7 +362,7 @@ void place_keys(BwdPlan& plan, Workspace& workspace) {
   }
 }
 
-// All but the sums of dq, dk and dv.
+// Places everything but the sums of dq, dk and dv.
 void place_before_sums(BwdPlan& plan, Workspace& workspace) {
   plan.dense_bytes = 0;
   place_statistics(plan, workspace);
@@ -366,8 +371,8 @@ void place_before_sums(BwdPlan& plan, Workspace& workspace) {
   place_dbias(plan, workspace);
 }
 
-// On Hopper, whether heads of a group have biases of their own for each key, other than copies of one that has no
-// gradient.
+// On Hopper, whether query heads of a group have biases for each key of their own. Copies of one bias without a
+// gradient do not count.
 bool has_key_bias_of_heads(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
   const bool are_copies = p.bias.head_stride == 0 && p.dbias_kind == DbiasKind::kNone;
@@ -383,7 +388,7 @@ bool has_lists_of_heads(const BwdPlan& plan) {
   const int32_t lists = is_selection(plan.walk) ? p.keys.heads : plan.mask.heads;
   return lists > p.nheads_k || has_key_bias_of_heads(plan);
 }
-// So many scores share an entry of dbias at least where it pays to round, or copy, its sums afterwards.
+// An fp32 dbias has its sums apart, which are copied afterwards, only where at least this many scores share an entry.
 constexpr int64_t kScoresOfSums = 4;
 bool adds_up_dbias_apart(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
@@ -403,7 +408,8 @@ Level bwd_level(const BwdPlan& plan) {
   const bool all_wanted = plan.wants_dq && plan.wants_dk && plan.wants_dv;
   const bool all_aligned = p.vec_q && p.vec_k && p.vec_v && p.vec_dout;
   const bool has_dense_mask = has_mask(plan.mask) && !gathered;
-  // The plain kernel scales cut scores of -inf: by a scale that is not positive they would not stay -inf.
+  // The plain kernel sets masked scores to -inf before it scales them, and they stay -inf only if the scale is
+  // positive.
   const bool is_plain = p.softmax_scale > 0.f && p.bias.kind == BiasKind::kNone && !has_dense_mask &&
                         !p.deterministic && p.dbias_kind == DbiasKind::kNone && all_wanted && all_aligned;
   if (!is_plain) return Level::kGeneral;
@@ -413,7 +419,7 @@ Level bwd_level(const BwdPlan& plan) {
 
 namespace {
 
-// What depends on the kernels, apart from the sums.
+// Sets what depends on the chosen kernels, apart from the sums.
 void complete(BwdPlan& plan, const dmattn_bwd_params& p) {
   set_preprocess(plan, p);
   set_dbias(plan, p);
@@ -422,13 +428,13 @@ void complete(BwdPlan& plan, const dmattn_bwd_params& p) {
 
 }  // namespace
 
-// Not where fewer, longer items would leave thread blocks without work at the end.
+// No pairs where items half as many and twice as long would leave too many thread blocks without work at the end.
 BiasPairs find_pairs(const BwdPlan& plan, const BwdRound& round, int64_t parts) {
   const BwdParams& p = plan.kernel;
   const bool is_shared = p.dbias_kind == DbiasKind::kAccum || p.dbias_kind == DbiasKind::kPair;
   const bool is_whole =
       round.batches == plan.whole.batches && round.heads_k == plan.whole.heads_k && round.groups == plan.whole.groups;
-  // Their tiles are copied by TMA alone.
+  // The kernel for pairs copies tiles of the bias by TMA only.
   const bool has_tma_tiles =
       is_vec16(p.bias.ptr, {p.bias.batch_stride, p.bias.head_stride, p.bias.row_stride}, p.bias.dtype);
   if (plan.resident_blocks == 0 || p.deterministic || plan.unit.head_dim_tile > 64 || plan.walk != KeyWalk::kTiled ||
@@ -446,7 +452,7 @@ BiasPairs find_pairs(const BwdPlan& plan, const BwdRound& round, int64_t parts) 
 
 namespace {
 
-// Where two share an entry, their pair has it to itself.
+// Where only two share an entry of dbias (DbiasKind::kPair), it belongs to one pair, which stores it.
 void choose_pairs(BwdPlan& plan) {
   BwdParams& kernel = plan.kernel;
   kernel.bias_pairs = find_pairs(plan, plan.round, kernel.num_splits);
@@ -465,14 +471,15 @@ BwdPlan plan_with(const KernelSet& kernels, BwdPlan plan, const dmattn_bwd_param
   return plan;
 }
 
-// Items of blocks that stay, and thread blocks of others.
+// Whether the items of a persistent kernel, or the thread blocks of another kernel, can be counted in 32 bits.
 bool counts_in_32_bits(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
   if (plan.resident_blocks == 0) return bwd_blocks(plan, bwd_round_params(plan, plan.round)) <= kMostBlocks;
   if (has_row_block_lists(plan)) return chunk_items(plan, bwd_round_params(plan, plan.round)) <= kMostBlocks;
   return 2 * key_tiles_of(p, plan.round.batches, plan.round.heads_k, plan.tile.block_n) * p.num_splits <= kMostBlocks;
 }
-// Kernels that do not stay have a tile of keys of each sequence for the longest one.
+// With packed sequences, kernels that are not persistent have as many thread blocks for each sequence as the longest
+// needs.
 void check_blocks(const BwdPlan& plan, const Problem& x) {
   if (!plan.launches || counts_in_32_bits(plan)) return;
   fail(DMATTN_ERROR_UNSUPPORTED,
@@ -482,9 +489,10 @@ void check_blocks(const BwdPlan& plan, const Problem& x) {
        x.packing.is_active() ? ", or a lower max_seqlen_k" : "");
 }
 
-// A list for all rows is copied for each chunk of them, so that copies grow with the square of the length. And where
-// each item has one head, dk and dv are sums of a group's items, in fp32. Where there are few heads and many keys, others
-// have less to keep.
+// Whether the workspace keeps to its limit, in two cases in which the sm80 code needs less. A list for all rows is
+// copied for each chunk of rows, so that the copies grow with the square of the length. And where each item has a
+// single head, dk and dv are fp32 sums over the items of a group, which take much memory where few heads have many
+// keys.
 bool keeps_to_scratch(const BwdPlan& plan) {
   const bool copies_list = plan.chunk_blocks > 0 && !plan.has_whole_items && has_shared_list(plan);
   if (!copies_list && !has_items_of_heads(plan)) return true;
@@ -493,8 +501,8 @@ bool keeps_to_scratch(const BwdPlan& plan) {
   return keeps_to_limit(plan, static_cast<int64_t>(placed.workspace_bytes - placed.dense_bytes));
 }
 
-// The kernels of the newest architecture that does what is asked for. finds_window: only those that find the window of
-// keys by themselves. false: there are none.
+// Chooses the kernels of the newest architecture that serve the call. finds_window: only kernels that find the window
+// of keys by themselves. Returns false if there are none.
 bool choose_kernel(BwdPlan& plan, const dmattn_bwd_params& p, bool finds_window, const Device& device) {
   BwdPlan chosen;
   const KernelSet* found = find_unit_set(*device.kernels, plan.unit, [&](const KernelSet& kernels) {
@@ -513,8 +521,8 @@ bool choose_kernel(BwdPlan& plan, const dmattn_bwd_params& p, bool finds_window,
   return true;
 }
 
-// How the keys of a row are found, by the lists of a selection or not, and what follows from that. by_tiles: the keys
-// of a mask are not listed.
+// Decides how the keys of a row are found, and sets what follows from that. by_lists: by the lists of a selection.
+// by_tiles: not by a list made from a mask.
 void set_keys(BwdPlan& plan, const dmattn_bwd_params& p, const Problem& x, PerKey per_key, bool by_lists,
               bool by_tiles = false) {
   BwdParams& kernel = plan.kernel;
@@ -528,7 +536,8 @@ void set_keys(BwdPlan& plan, const dmattn_bwd_params& p, const Problem& x, PerKe
   kernel.packing.bias_col_stride = packed_bias_stride(kernel.bias, per_key.bias, gathered);
 }
 
-// A selection that is a window of keys, by kernels that find it by themselves. false: there are none, or not for this.
+// For a selection that is a window of keys: chooses kernels that find the window by themselves. Returns false if
+// there are none for this call.
 bool choose_window_kernel(BwdPlan& given, const dmattn_bwd_params& p, const Problem& x, const Device& device) {
   BwdPlan plan = given;
   plan.kernel.window = read_window(p, x);
@@ -538,15 +547,16 @@ bool choose_window_kernel(BwdPlan& given, const dmattn_bwd_params& p, const Prob
   return true;
 }
 
-// Work (pairs of rows and keys that causality leaves, times head_dim) up to which the rounds of a list's sums, or SMs
-// that wait for the last of its tiles with all rows, take longer than the keys that it hides.
+// Choosing between the list of a mask and the tiles of the mask. Up to this much work (pairs of rows and keys that
+// causality leaves, times head_dim), tiles take less time than a list whose sums take rounds, or whose items with all
+// rows are so few that SMs wait for the last of them.
 constexpr double kWorkWorthLists = 3e9;
 double work_of(const Problem& x) {
   return static_cast<double>(x.batch) * x.nheads * x.seqlen_q * x.seqlen_k * x.head_dim;
 }
-// Up to this the launches that make a list, and those that round its sums, take longer, too: without a bias and in any
-// order, at head_dims up to 128, or where all keys are in one tile. Of more work a list leaves out enough of the rows
-// whose gradient is zero, as those of padding are.
+// Up to this much work, tiles take less time than any list, because of the launches that make the list and round its
+// sums: without a bias and in any order, if head_dim is up to 128 or all keys are in one tile. With more work a list
+// gains by leaving out rows whose gradient is zero, such as those of padding.
 constexpr double kWorkOfSmallCalls = 1e9;
 constexpr int32_t kKeysOfTile = 128;
 bool takes_longer_to_list(const dmattn_bwd_params& p, const Problem& x, double work) {
@@ -554,9 +564,9 @@ bool takes_longer_to_list(const dmattn_bwd_params& p, const Problem& x, double w
   return x.head_dim <= 128 || x.seqlen_k <= kKeysOfTile;
 }
 
-// The keys of a mask by kernels that pass over its tiles, in place of `listed`, which has them in a list.
-// `plan`: without any of it. Not where the list is better, or there is no such kernel. The one that stores dq, of keys
-// that fit one tile, is faster than the list whatever there is to do.
+// Replaces `listed`, the plan of a call with a mask of keys that are listed, by one with kernels that go through the
+// tiles of the mask, unless the list is better or there is no such kernel. `plan`: the plan before set_keys(). If all
+// keys fit one tile, the kernel that stores dq is faster than a list, however much work there is.
 void choose_tiles_of_mask(BwdPlan plan, BwdPlan& listed, const dmattn_bwd_params& p, const Problem& x, PerKey per_key,
                           const Device& device) {
   if (x.packing.is_active()) return;
@@ -572,17 +582,19 @@ void choose_tiles_of_mask(BwdPlan plan, BwdPlan& listed, const dmattn_bwd_params
   if (plan.stores_dq || (suits_tiles && covers_all(plan, plan.round))) listed = plan;
 }
 
-// Keys of one tile by the kernel that stores dq, in place of the one for few keys that `chosen` has. `plan`: without
-// any. false: there is none, or not for this. From 65 keys and 33 columns on it took 0.74 to 0.995 of the time on an
-// H200; of 32 columns, which it computes as 64, 1.2. A mask becomes bits for it first. With less work than this that
-// launch costs the host more than the GPU gains, which is 1% to 4%; with more, 4% to 40%.
+// Replaces `chosen`, which has the kernel for few keys, by a plan with the kernel that stores dq (keys of one tile).
+// `plan`: the plan before set_keys(). Returns false if there is no such kernel for this call. From 65 keys and 33
+// columns on, that kernel took 0.74 to 0.995 of the time on an H200; with 32 columns, which it computes as 64, 1.2.
+// It needs masks as bits. With less work than kWorkWorthBits, the launch that makes the bits costs the host more than
+// the GPU gains (1% to 4%); with more work the GPU gains 4% to 40%.
 constexpr double kWorkWorthBits = 3e7;
 bool choose_storing_kernel(BwdPlan plan, BwdPlan& chosen, const dmattn_bwd_params& p, const Problem& x, PerKey per_key,
                            const Device& device) {
   if (short_bwd_keys(x.seqlen_k) == 64 || short_head_dim(x.head_dim) == 32) return false;
   if (has_mask(plan.mask) && work_of(x) < kWorkWorthBits) return false;
   set_keys(plan, p, x, per_key, /*by_lists=*/false, /*by_tiles=*/true);
-  const bool all_wanted = plan.wants_dq && plan.wants_dk && plan.wants_dv;  // the other one leaves some out
+  // The kernel that stores dq computes all three gradients, the one for few keys only those that are wanted.
+  const bool all_wanted = plan.wants_dq && plan.wants_dk && plan.wants_dv;
   if (!all_wanted || !choose_kernel(plan, p, /*finds_window=*/false, device) || !plan.stores_dq) return false;
   chosen = plan;
   return true;

@@ -7,39 +7,42 @@
 namespace dmattn {
 namespace {
 
-// Steps over a block of rows that are worth an item's prologue and its additions to dk and dv. Chunks beyond four times
-// the keys that a row keeps would be mostly of keys that a row does not see, and with few items for each SM many SMs
-// would wait for the last. Where chunks take turns, an item also waits for those of other chunks. Items of a list for
-// all rows may be long, as many keys may be kept. Under causality there are half as many of them, all of one length:
-// the host does not know how few, so that long ones would leave more SMs without work at the end.
+// Steps over a block of rows that are worth an item's prologue and its additions to dk and dv. Items are long where
+// chunks take turns, as an item then also waits for those of other chunks, and over a list for all rows without
+// causality, which may keep many keys. Under causality such a list has half as many items, all of one length. As the
+// host does not know how few, long items might leave many SMs without work at the end.
 constexpr int64_t kStepsOfItem = 32, kStepsOfLongItem = 64;
+// With fewer items for each SM, many SMs would wait for the last ones.
 constexpr int64_t kItemsPerSm = 4;
+// In chunks of more rows than this many times the keys that a row keeps, a row would not see most of the keys.
 constexpr int64_t kChunkRowsOfKey = 4;
-// Of a list for all rows, of which the host does not know how few keys it has, and of rounds with few items for each
-// SM.
+// The most rows of a chunk over a list for all rows, as the host does not know how few keys it has, and in rounds
+// with few items for each SM.
 constexpr int64_t kMostRowsOfSharedList = 1024, kMostRowsOfFewItems = 1024;
-// Tiles of a mask's list that have all rows: nobody else adds to their dk and dv, and they have one prologue, so that
-// they are worth it even where SMs wait for the last. There have to be so many for ten SMs as if all keys were kept.
-// One SM computes all rows of a tile, for each head of the group: of many rows, the few tiles of a mask that keeps
-// little take long while others wait, so that there have to be more of them.
+// Items with all rows, over the list of a mask: no other item adds to their dk and dv, and there is one prologue for
+// all rows, so that they pay even if SMs wait for the last of them. Every ten SMs have to have kWholeItemsPerTenSms
+// such items, counted as if all keys were kept. One SM computes all rows of an item, for each head of the group. If
+// these are more than kMostRowsOfShortItem and the mask keeps few keys, the few items take long while other SMs wait:
+// so there have to be more items, and beyond kMostRowsOfWholeItem rows there are none of this kind.
 constexpr int64_t kWholeItemsPerTenSms = 25, kLongWholeItemsPerTenSms = 60;
 constexpr int64_t kMostRowsOfShortItem = 8192, kMostRowsOfWholeItem = 32768;
+// With so many of them, little time is lost at the end.
 constexpr int64_t kManyWholeItemsPerSm = 12;
-// Of a round that is smaller for the sake of ChunkTerms: with fewer, taking turns would cost no more.
+// Items for each SM of a round that is made smaller for ChunkTerms: with fewer, taking turns would cost no more.
 constexpr int64_t kItemsPerSmWithTerms = 2;
-// What an item takes beside its steps, and a round beside its items, as estimated from measured times: 17000 cycles,
-// and 25 us for five launches and the end, where SMs are left without work.
+// In steps, what an item takes beside its own steps, and a round beside its items. From measured times: 17000 cycles
+// for an item, and for a round 25 us for five launches and for its end, where SMs are left without work.
 constexpr int64_t kStepsOfPrologue = 7, kStepsOfRound = 18;
 
-// What the lists of a round have room for: each new row of a chunk brings at most one key to those of its first row
-// block.
+// The capacity of a chunk's list: that of its first row block, and one more key for each further row, as a row brings
+// at most one new key.
 int32_t chunk_capacity(const BwdPlan& plan) {
   const int32_t new_keys = has_shared_list(plan) ? 0 : (plan.chunk_blocks - 1) * plan.list_rows;
   return round_up(plan.kernel.keys.capacity + new_keys, kChunkTileKeys);
 }
 int32_t chunks_of(const BwdPlan& plan, int32_t row_blocks) { return ceil_div(row_blocks, plan.chunk_blocks); }
 
-// Extents of the lists that a round or a launch with these batches and kv heads reads.
+// Sets the extents of the chunks' lists for a round or a launch with so many batches, kv heads and row blocks.
 void set_extents(KeyList& to, const BwdPlan& plan, int32_t batches, int32_t heads_k, int32_t row_blocks) {
   const KeyList& from = plan.kernel.keys;
   to.batch = from.batch > 1 ? batches : 1;
@@ -49,7 +52,7 @@ void set_extents(KeyList& to, const BwdPlan& plan, int32_t batches, int32_t head
   to.block_rows = plan.chunk_blocks * plan.list_rows;
   to.blocks = chunks_of(plan, row_blocks);
 }
-// Where chunks take the lists as they are.
+// Has chunks read the lists as they are.
 void take_lists(KeyList& to, const KeyList& from) {
   to.heads = from.heads;
   to.idx = from.idx;
@@ -57,16 +60,18 @@ void take_lists(KeyList& to, const KeyList& from) {
 }
 int64_t lists_of(const KeyList& keys) { return int64_t{keys.batch} * keys.heads * keys.blocks; }
 
-// Rounds of row blocks.
+// Whether rounds divide the row blocks.
 bool shares_rows(const BwdPlan& plan, const BwdRound& round) { return round.row_blocks < plan.whole.row_blocks; }
 
-// Rounds of row blocks go on from each other's ChunkTerms, unless all launches add theirs to sums by key.
+// Whether rounds of row blocks go on from each other's sums (CarriedTerms). With a launch for each head of a group,
+// all launches add to sums by key instead.
 bool carries_terms(const BwdPlan& plan, const BwdRound& round) {
   return shares_rows(plan, round) && !plan.sequence.per_group;
 }
 
-// Rows of ChunkTerms for a kv head: what the lists of its chunks have room for, but no more than the keys up to the
-// chunk's last row. Of the rounds of row blocks, which all have as many, the last one's chunks are behind all keys.
+// Rows of ChunkTerms for a kv head: for each chunk the capacity of its list, but no more than the keys up to the
+// chunk's last row. Rounds of row blocks all have as many rows, as many as the last one needs, whose chunks may see
+// all keys.
 int64_t term_capacity(const BwdPlan& plan, const BwdRound& round) {
   const BwdParams& p = plan.kernel;
   const int64_t capacity = chunk_capacity(plan), rows = int64_t{plan.chunk_blocks} * plan.list_rows;
@@ -83,7 +88,7 @@ const int32_t* ends_of(const BwdPlan& plan, const KeyList& lists) {
   return has_shared_list(plan) ? nullptr : lists.end;
 }
 
-// For items at a time.
+// How many items can run at a time.
 int64_t places_of_items(const BwdPlan& plan, const Device& device) { return device.num_sms / plan.tile.cluster; }
 
 }  // namespace
@@ -110,7 +115,7 @@ void choose_chunks(BwdPlan& plan, const Device& device) {
 }
 
 namespace {
-// Of a round, if each list fills as many tiles as that of a row block has room for.
+// Items of a round, if the list of each chunk fills as many tiles as that of a row block has room for.
 int64_t items_with_chunks(const BwdPlan& plan, const BwdRound& round) {
   const int64_t tiles = ceil_div(plan.kernel.keys.capacity, plan.tile.block_n);
   return tiles * chunks_of(plan, round.row_blocks) * round.heads_k * round.batches;
@@ -124,8 +129,8 @@ void shorten_chunks(BwdPlan& plan, const BwdRound& round, const Device& device) 
   }
 }
 
-// Consumers write whole vectors of dk and dv, so that no other launch may add to them. Clusters note rows of a chunk in
-// 16 bits. With a bias it has not been timed.
+// The consumers write dk and dv as whole vectors, and no other launch may add to them. Not clusters, which number the
+// rows of a chunk in 16 bits; and not with a bias, as that has not been timed.
 bool may_have_whole_items(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
   return plan.walk == KeyWalk::kMaskList && has_shared_list(plan) && !plan.sequence.per_group && !p.deterministic &&
@@ -139,7 +144,7 @@ bool keeps_busy_with_whole_items(const BwdPlan& plan, const BwdRound& round, con
   return 10 * items_with_chunks(plan, round) >= wanted * device.num_sms;
 }
 
-// Clusters write rows in other ways.
+// Not clusters, which write the rows of dk and dv in another way.
 bool may_have_sole_chunk(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
   return plan.walk == KeyWalk::kRowBlockLists && plan.chunk_blocks >= plan.whole.row_blocks &&
@@ -201,7 +206,7 @@ CarriedTerms place_carried_terms(const BwdPlan& plan, const BwdRound& round, Wor
   const int64_t last_row = int64_t{(plan.whole.row_blocks - 1) / round.row_blocks * round.row_blocks} * plan.list_rows;
   carried.keys = static_cast<int32_t>(std::clamp<int64_t>(last_row + p.seqlen_k - p.seqlen_q, 0, p.seqlen_k));
   carried.places = workspace.take<uint32_t>(int64_t{lists.batch} * lists.heads * carried.keys);
-  // All of these keys are in the list of the row block that comes next.
+  // All keys that are carried on are in the list of the first row block of the next round.
   carried.capacity = std::min(p.keys.capacity, p.seqlen_k);
   const int64_t elements = int64_t{round.batches} * round.heads_k * carried.capacity * p.head_dim;
   carried.from_dk = workspace.take<float>(elements);
@@ -238,15 +243,16 @@ KeyChunks place_chunks(const BwdPlan& plan, const BwdRound& round, Workspace& wo
 }
 
 namespace {
-// Whether items are numbered by what ListNumbers says: those in a fixed order wait for each other's turns, whole ones
-// are of the lists as they are, and clusters are started for all that there is room for.
+// Whether items are numbered by ListNumbers. Not in a fixed order, where items wait for each other's turns; not items
+// with all rows, which use the lists as they are; and not clusters, which are started for all tiles that lists have
+// room for.
 bool has_list_numbers(const BwdPlan& plan) {
   return plan.chunk_blocks > 0 && !plan.kernel.deterministic && !plan.has_whole_items && plan.tile.cluster == 1;
 }
 }  // namespace
 
 namespace {
-// The first of the lists that a launch reads: those of its heads are as far apart as these are.
+// Moves to list `number`, the first one that a launch reads. The distances between lists stay the same.
 void move_to_list(KeyChunks& chunks, int64_t number) {
   KeyList& keys = chunks.keys;
   const int64_t chunk = number * keys.blocks;
@@ -263,7 +269,7 @@ ListSums list_sums(const BwdPlan& plan, const BwdParams& launch) {
   sums.nheads_k = launch.nheads_k;
   sums.head_ratio = launch.head_ratio;
   sums.head_dim = launch.head_dim;
-  if (launch.group_begin > 0 || launch.row_block_begin > 0) return sums;  // dk and dv go on
+  if (launch.group_begin > 0 || launch.row_block_begin > 0) return sums;  // dk and dv go on from the round before
   sums.dk = launch.dk_accum;
   sums.dv = launch.dv_accum;
   return sums;
@@ -293,7 +299,7 @@ ChunkKeyListsParams bwd_chunk_params(const BwdPlan& plan, BwdParams& launch) {
   p.is_whole = plan.has_whole_items;
   p.list_heads = keys.heads;
   if (p.is_whole) take_lists(keys, launch.keys);
-  // Those of the launch's lists begin where their counts do.
+  // The used rows of the launch's lists start at the same list as their counts.
   if (plan.used_rows != nullptr) p.used_rows = plan.used_rows + 2 * (launch.keys.count - plan.kernel.keys.count);
   p.from = launch.keys;
   p.to = launch.chunks;
@@ -310,7 +316,8 @@ ChunkKeyListsParams bwd_chunk_params(const BwdPlan& plan, BwdParams& launch) {
     p.numbers = reinterpret_cast<ListNumbers*>(launch.work_counter);
     p.blocks = static_cast<int32_t>(bwd_blocks(plan, launch));
     p.parts_of_list = launch.batch * launch.nheads_k / (keys.batch * keys.heads / p.head_step);
-    p.group_heads = plan.has_sole_chunk ? 1 : launch.group_end - launch.group_begin;  // all of an item write its keys
+    // Items of a sole chunk write dk and dv of their keys, and so are not divided by heads.
+    p.group_heads = plan.has_sole_chunk ? 1 : launch.group_end - launch.group_begin;
     p.steps_of_head = plan.chunk_blocks * (plan.list_rows / plan.tile.block_m);
     p.steps_of_prologue = static_cast<int32_t>(kStepsOfPrologue);
   }

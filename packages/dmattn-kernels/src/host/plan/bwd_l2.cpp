@@ -1,4 +1,4 @@
-// How thread blocks that stay on their SM are kept at rows that lie in the L2 cache.
+// How persistent thread blocks are kept in step, at rows that lie in the L2 cache.
 #include <algorithm>
 
 #include "host/arithmetic.h"
@@ -7,8 +7,9 @@
 namespace dmattn {
 namespace {
 
-// What blocks that stay read and add to should be found in L2. Rows of so many bytes leave it, unless blocks are at the
-// same ones at the same time. Where heads share keys, there are two ways to keep them in step.
+// Persistent thread blocks should find what they read and add to in the L2 cache. If the rows of a call take more
+// than kRowBytesOfL2, this is so only while thread blocks are at the same rows at the same time. Where heads share
+// keys, thread blocks are kept in step by turns at dq (suits_turns()) or by mirrored items (suits_mirrored_items()).
 constexpr int64_t kRowBytesOfL2 = int64_t{32} << 20;
 bool leaves_l2(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
@@ -20,14 +21,15 @@ bool has_unequal_sequences(const BwdParams& p) {
   return sequences * p.seqlen_q != p.packing.total_q || sequences * p.seqlen_k != p.packing.total_k;
 }
 
-// Pairs of tiles for each block where only the device knows how many rows see them.
+// Packed sequences of unequal lengths, of which only the device knows which rows see a tile, have to have this many
+// pairs of tiles for each thread block.
 constexpr int64_t kPackedPairs = 4;
 
 }  // namespace
 
-// Packed sequences of unequal lengths: turns at dq, as sums in a fixed order have them. Heads that share keys then come
-// one after the other at each block of rows, and a thread block stays behind the one before it. At head_dim 64 two
-// heads of a group have too little to do between turns.
+// Packed sequences of unequal lengths take turns at dq, as in a deterministic call. At each block of rows an item
+// then goes through all heads that share its keys, and it stays behind the item before it. At head_dim 64, groups of
+// fewer than four heads have too little to do between turns.
 bool suits_turns(const BwdPlan& plan, const BwdRound& round) {
   const BwdParams& p = plan.kernel;
   const int32_t fewest_heads = plan.unit.head_dim_tile <= 64 ? 4 : 2;
@@ -35,16 +37,16 @@ bool suits_turns(const BwdPlan& plan, const BwdRound& round) {
          has_unequal_sequences(p) && round.groups >= fewest_heads && leaves_l2(plan);
 }
 
-// Others: two items, one after the other, that together have as many rows as any other two (see find_mirrored_item()).
-// They all take the same time where there are no fewer rows than keys: so they are for calls in which the last ones
-// leave no more than a tenth of the blocks without work, or, where only the device knows how many there are, with
-// several pairs for each block.
+// Other causal calls: a thread block takes items in pairs, which all have the same number of rows (see
+// find_mirrored_item()) if there are no fewer rows than keys. As all pairs take the same time, thread blocks without
+// one of the last pairs have no work at the end. So pairs are used if that loses no more than a tenth of the time or,
+// where only the device knows how many pairs there are, if there are several for each thread block.
 bool suits_mirrored_items(const BwdPlan& plan, const BwdRound& round, const Device& device) {
   const BwdParams& p = plan.kernel;
   const Level level = plan.choice.level;
   const bool may_mirror = plan.resident_blocks > 0 && (level == Level::kPlain || level == Level::kPacked) &&
                           plan.tile.cluster == 1 && p.is_causal && p.window == 0 && round.groups > 1;
-  if (p.packing.rows_q(p.seqlen_q) < p.packing.rows_k(p.seqlen_k)) return false;  // the first keys have all rows
+  if (p.packing.rows_q(p.seqlen_q) < p.packing.rows_k(p.seqlen_k)) return false;  // all rows see the first tiles
   if (!may_mirror || !leaves_l2(plan)) return false;
   const int64_t blocks = device.num_sms;
   if (p.packing.is_active() && has_unequal_sequences(p)) {

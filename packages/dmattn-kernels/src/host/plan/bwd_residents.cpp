@@ -1,11 +1,11 @@
-// Which backward calls kernels whose thread blocks stay on their SM are for: those for Hopper.
+// Which backward calls are for persistent kernels, which are those for Hopper.
 #include "host/plan/bwd_parts.h"
 
 namespace dmattn {
 
 namespace {
 
-// Whether those that share dbias, heads or batches, have the same mask.
+// Whether all heads or batches that share entries of dbias have the same mask.
 bool have_same_mask(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
   if (!has_mask(plan.mask)) return true;
@@ -21,9 +21,9 @@ bool may_order_dbias(const BwdPlan& plan) { return plan.unit.head_dim_tile <= 12
 
 namespace {
 
-// Whether Hopper's kernels take a bias in fp32, whose gradient is added to where heads or batches share it. Up to
-// head_dim 128 they copy both in tiles, which leave no room for those of a mask: it has to be the same for all rows, and
-// for the heads of a group.
+// Whether Hopper's kernels take this fp32 bias for each row and key. Up to head_dim 128 they copy tiles of the bias
+// and of its gradient, which leave no room in shared memory for tiles of a mask: a mask has to be the same for all
+// rows, and for the heads of a group.
 bool suits_wide_bias(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
   const MaskSource& mask = plan.mask;
@@ -39,9 +39,10 @@ bool is_of_keys(const BwdParams& p) {
   return p.bias.kind == BiasKind::kKey && has_dbias_of_keys;
 }
 
-// Whether the sums of a call with a mask, a window or a bias may be in a fixed order on Hopper. Launches for the heads
-// of a group that share dbias, if heads do not take turns, would have to add to the same dk and dv. And up to head_dim
-// 128 there are no warps that take turns beside rows of a bias, or of its gradient, that TMA does not copy.
+// Whether Hopper's kernels can compute a call with a mask, a window or a bias in a fixed order. They cannot where
+// heads of a group share dbias but cannot take turns at it: each head would need a launch of its own, and all of
+// these would add to the same dk and dv. Up to head_dim 128 no kernel both takes turns and handles rows of a bias or
+// of its gradient that TMA does not take.
 bool may_order_sums(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
   if (p.bias.kind == BiasKind::kNone || p.bias.kind == BiasKind::kKey) return true;
@@ -50,13 +51,13 @@ bool may_order_sums(const BwdPlan& plan) {
   const bool is_shared_in_groups = p.dbias_kind == DbiasKind::kAccum && p.head_ratio > 1 && p.bias.head_ratio > 1;
   const bool adds_in_groups = is_shared_in_groups && !may_order_dbias(plan);
   if (plan.unit.head_dim_tile > 128) return !adds_in_groups;
-  // Rows of sums that lie apart from dbias start on 16 bytes wherever its own do.
+  // Sums apart from dbias have rows that start on 16 bytes, wherever the rows of dbias start.
   const bool has_rows_of_dbias = p.dbias_kind != DbiasKind::kNone && !adds_up_dbias_apart(plan);
   return !adds_in_groups && is_vec16(p.bias.ptr, of_bias, p.bias.dtype) &&
          (!has_rows_of_dbias || is_vec16(plan.dbias, of_dbias, plan.dbias_dtype));
 }
 
-// Whether Hopper's kernels take the lists, and a bias beside them.
+// Whether Hopper's kernels take the call's lists, and the bias beside them.
 bool suits_lists(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
   if (has_mask(plan.mask) && plan.walk != KeyWalk::kMaskList) return false;
@@ -68,7 +69,7 @@ bool suits_lists(const BwdPlan& plan) {
 bool is_for_residents(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
   const bool has_bias = p.bias.kind != BiasKind::kNone;
-  if (plan.has_lse_rest != has_bias) return false;  // which is there for the sake of large biases
+  if (plan.has_lse_rest != has_bias) return false;  // the kernels read the rest with a bias, and only then
   if (p.packing.is_active()) return plan.walk == KeyWalk::kTiled && !has_bias && !has_mask(plan.mask);
   if (plan.walk == KeyWalk::kTiled) {
     if (!has_bias && !hides_keys(plan)) return true;

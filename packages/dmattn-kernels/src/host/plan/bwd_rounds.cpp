@@ -41,7 +41,7 @@ void offset_mask(BwdParams& p, int64_t b, int64_t h) {
   }
 }
 
-// Moves what belongs to the whole call to batch b and to head h (kv head hk).
+// Moves the pointers to operands and statistics on to batch b, query head h and kv head hk.
 void offset_operands(BwdParams& p, Dtype dtype, int64_t b, int64_t h, int64_t hk) {
   offset_tensor(p.q, p.q_stride, b, h, dtype);
   offset_tensor(p.dout, p.dout_stride, b, h, dtype);
@@ -67,7 +67,7 @@ void offset_operands(BwdParams& p, Dtype dtype, int64_t b, int64_t h, int64_t hk
 
 int64_t dq_block_size(const BwdPlan& plan) { return static_cast<int64_t>(plan.tile.block_m) * plan.kernel.dq_dims; }
 
-// Moves the sums of a round likewise; b, h and hk count within it.
+// Moves the pointers to the sums of a round in the same way; b, h and hk count within the round.
 void offset_sums(BwdParams& p, int64_t b, int64_t h, int64_t hk, int64_t dq_size) {
   const int64_t block = (b * p.nheads + h) * p.dq_blocks;
   p.dq_accum = offset_by(p.dq_accum, block * dq_size);
@@ -84,7 +84,7 @@ void narrow_heads(BwdParams& p, int32_t heads_k) {
   p.nheads = heads_k * p.head_ratio;
 }
 
-// Blocks that a launch needs at least.
+// BwdParams::max_work_items of a launch: the most work that it may have.
 int32_t work_items(const BwdPlan& plan, const BwdParams& p) {
   const int64_t tiles = std::max<int64_t>(key_tiles_of(p, p.batch, p.nheads_k, plan.tile.block_n), plan.max_work);
   return static_cast<int32_t>(std::min<int64_t>(tiles, INT32_MAX));
@@ -93,13 +93,13 @@ int32_t work_items(const BwdPlan& plan, const BwdParams& p) {
 }  // namespace
 
 int64_t parts_of_round(const BwdPlan& plan, const BwdRound& usual, int64_t parts, int32_t groups) {
-  // Items have one head, whose bias they read.
+  // Each item has one head, whose bias it reads.
   if (has_items_of_heads(plan)) return parts / usual.groups * groups;
   if (parts <= groups) return parts;
-  // Parts in a fixed order are of whole heads. Shares of the rows of a head would wait at dq for those of other blocks of
-  // keys, some of which sections of work may put behind them.
+  // In a fixed order parts are whole heads. A share of the rows of a head would wait at dq for shares of other blocks
+  // of keys, some of which may have higher item numbers, in a later section.
   if (plan.kernel.deterministic) return groups;
-  return parts / groups * groups;  // as many shares of the rows of each head
+  return parts / groups * groups;  // equally many shares of the rows of each head
 }
 
 bool completes_dkv(const BwdPlan& plan, const BwdRound& round) {
@@ -162,7 +162,8 @@ BwdParams bwd_launch_params(const BwdPlan& plan, const BwdParams& round, int32_t
   if (sequence.per_group) {
     p.group_begin = g;
     p.group_end = g + 1;
-    // Hopper's kernels find the list of a kv head, and take turns from the first one on.
+    // Hopper's kernels look for the list of a kv head, and count turns from zero: so a launch gets pointers to the
+    // list of its first head and to counters of its own.
     if (plan.chunk_blocks > 0) {
       offset_mask(p, 0, g);
       p.dkv_semaphore = offset_by(p.dkv_semaphore, launch * chunk_turns_of(plan, plan.round));

@@ -12,33 +12,36 @@ namespace {
 
 // Sums of dk and dv for parts of tiles may always take this much, whatever the rest of the workspace takes.
 constexpr int64_t kSlotBytesFloor = int64_t{256} << 10;
-// Scratch below this is never worth more rounds of launches: small calls took 0.6 to 0.95 of the time without. Up to so
-// many rows that holds for twice as much; longer calls keep to 1.5 times q, k and v.
-// The list of a mask for all rows is left for its tiles where it takes rounds, so that few keys are not listed. Rounds
-// over interval lists have no splits to keep the GPU full with: they start later, and only while each has so many
-// blocks for each SM (3% at 200 MB, 1% at twice that).
+// A workspace below this never takes rounds: without them small calls took 0.6 to 0.95 of the time. Calls of up to
+// kFewRows rows may have twice as much; longer calls keep to 1.5 times q, k and v.
 constexpr int64_t kScratchFloor = int64_t{16} << 20, kFewRowsScratchFloor = int64_t{32} << 20;
 constexpr int32_t kFewRows = 2048;
+// The same for the list of a mask. It is low so that a call with few keys goes through the tiles of the mask instead,
+// as it does where the list takes rounds (choose_tiles_of_mask()).
 constexpr int64_t kMaskListScratchFloor = int64_t{8} << 20;
-// Of at least so many rows for each key, as of an image over the words of a text, the sums of dq alone are more than
-// 1.5 times q, k and v. All that small calls gain by rounds is a few MB: at 40 MB they cost 15% to 45%.
+// With at least kRowsForFewKeys rows for each key, as for an image over the words of a text, the sums of dq alone
+// take more than 1.5 times q, k and v. Rounds would save small calls no more than a few MB, and at 40 MB they cost
+// 15% to 45% of the time.
 constexpr int64_t kFewKeysScratchFloor = int64_t{48} << 20;
 constexpr int64_t kRowsForFewKeys = 4;
+// The same for interval lists. They have no splits to keep the GPU full with, so that there are rounds only while each
+// has this many thread blocks for each SM. At 200 MB rounds cost 3% of the time, at twice that 1%.
 constexpr int64_t kIntervalScratchFloor = int64_t{64} << 20;
 constexpr int64_t kIntervalBlocksPerSm = 8;
-// Copies of a list for all rows are left to grow up to this: kernels without them take twice as long.
+// Copies of a list for all rows (see keeps_to_scratch()) may grow up to this: kernels without copies take twice as
+// long.
 constexpr int64_t kCopiesScratchFloor = int64_t{256} << 20;
-// With ChunkTerms the sums may take a quarter more: without them each chunk waits for another at its end.
+// With ChunkTerms the sums may take a quarter more: without ChunkTerms each chunk waits for another at its end.
 constexpr int64_t kTermsLimitNumerator = 5, kTermsLimitDenominator = 4;
 // Upper bound on rounds: with many short sequences the scratch is mostly padding, which more rounds cannot shrink.
 constexpr int64_t kMostRounds = 8;
-// Rounds that only make room for splits are worth their launches where an unsplit tile takes so many steps over row
-// blocks.
+// Rounds that only make room for splits are worth their launches where an unsplit tile takes at least this many steps
+// over row blocks.
 constexpr int64_t kStepsWorthRounds = 512;
 
 // Bytes that the whole workspace without dense_bytes should not exceed. Together with the log-sum-exp and its rest,
-// which the forward keeps for the backward, that is a little less than 1.5 times the bytes of q, k and v, or just as
-// much.
+// which the forward keeps for the backward, they are a little less than 1.5 times the bytes of q, k and v, or with 48
+// thirty-seconds exactly 1.5 times.
 int64_t scratch_limit(const BwdPlan& plan, int64_t thirty_seconds = 47) {
   const BwdParams& p = plan.kernel;
   const int64_t rows_q = rows_of(p) * p.packing.rows_q(p.seqlen_q);
@@ -61,8 +64,9 @@ bool continues_dkv(const BwdPlan& plan, const BwdRound& round) {
 
 // --- splits ----------------------------------------------------------------------------------------------------------
 
-// Few key tiles leave much of the GPU idle: their rows (and the heads of the group) are then split between blocks,
-// which add to one accumulator for each tile or, when deterministic, have one each that are summed afterwards.
+// Few key tiles leave much of the GPU idle. Their rows (and the heads of the group) are then split between thread
+// blocks, which add to one accumulator for each tile or, in deterministic sm80 kernels, have one each; these are
+// summed afterwards.
 struct Splits {
   int64_t tiles = 0;  // of a round
   int64_t most = 1;   // parts that a tile can fall into
@@ -71,41 +75,43 @@ struct Splits {
   int64_t parts = 1;  // on Hopper, of each tile
 };
 
-// From 1.7 tiles for each SM on, the unequal blocks of a causal call and the last round of an even one leave less than
-// 15% of the GPU idle.
+// From 1.7 tiles for each SM on, the unequal thread blocks of a causal call, or the last wave of equal ones, leave
+// less than 15% of the GPU idle.
 int64_t tiles_that_fill(const Device& device) { return ceil_div<int64_t>(17 * int64_t{device.num_sms}, 10); }
 
-// Elements of an accumulator of one gradient, and bytes of those of all that are asked for.
+// Elements of a tile's accumulator of one gradient, and bytes of a tile's accumulators of all gradients that are
+// asked for.
 int64_t slot_size(const BwdPlan& plan) { return int64_t{plan.tile.block_n} * plan.unit.head_dim_tile; }
 int64_t slot_bytes(const BwdPlan& plan) {
   const int grads = (plan.wants_dk ? 1 : 0) + (plan.wants_dv ? 1 : 0);
   return grads * slot_size(plan) * static_cast<int64_t>(sizeof(float));
 }
 
-// On Hopper a part has at least so many blocks of rows: each copies its keys, and adds its dk and dv to sums. Half as
-// many do where there would be fewer than 1.7 parts for each block of the GPU.
+// On Hopper a part has at least this many blocks of rows, as each part copies its keys, and adds its dk and dv to
+// sums. Half as many are enough where there would be fewer than 1.7 parts for each thread block.
 constexpr int64_t kFewestRowBlocks = 8;
-// In a fixed order so many parts are the most, each of whole heads: they wait for each other at the end.
+// The most parts of a tile in a fixed order, in which parts are whole heads: they wait for each other at the end.
 constexpr int64_t kMostPartsInOrder = 8;
-// In a fixed order parts are looked for where more than a sixth of the blocks' time is lost without, until they are
-// kBusy.
+// In a fixed order tiles are divided only if thread blocks are busy for less than this share of their time without
+// that, and then into parts that make them kBusy, if possible.
 constexpr double kBusyWithout = 0.85;
-// There are no more parts than so many for each block.
+// The most parts for each thread block, unless each head is a part.
 constexpr int64_t kMostParts = 8;
-// Rounds for the sake of parts are chosen below this share of the time without. Those of items of unequal lengths are
-// faster than time_of_rounds() has them. Beside a bias for each row and key its times are less exact, and where rounds
-// share out what has one bias, or several, each reads these and adds to their gradients.
+// Rounds that only make room for the sums of parts are chosen if they are estimated to take less than this share of
+// the time without them. With items of unequal lengths, rounds are faster than time_of_rounds() estimates. Beside a
+// bias for each row and key the estimate is less exact; and if rounds divide heads or batches that share one bias, or
+// several, each round reads that bias and adds to its gradient.
 constexpr double kWorthRounds = 0.97, kWorthUnevenRounds = 1.05;
 constexpr double kWorthRoundsOfBias = 0.92, kWorthRoundsOfSharedBias = 0.9, kWorthRoundsOfSharedBiases = 0.85;
-// Blocks that stay are left for kernels that split further, and take nearly twice as long over the same rows, where
-// they would work for less than this share of their time.
+// If persistent thread blocks would be busy for less than this share of their time, the sm80 code takes the call: it
+// splits further, and takes nearly twice as long over the same rows.
 constexpr double kBusyEnough = 0.45;
 
-// Items are of different lengths.
+// Whether items have different lengths.
 bool has_uneven_items(const BwdPlan& plan) { return plan.kernel.is_causal && plan.kernel.window == 0; }
 
-// The share of their time for which blocks that stay have something to do, if each tile falls into so many parts: under
-// causality the longest, which are begun first, are twice as long as the average.
+// The share of their time for which persistent thread blocks are busy, if each tile is divided into `parts` parts.
+// Under causality the longest items, which begin first, are twice as long as the average.
 double busy_with(const BwdPlan& plan, int64_t tiles, int64_t heads, int64_t parts) {
   const int64_t blocks = std::max(1, plan.resident_blocks / plan.tile.cluster);
   const double part = parts < heads ? static_cast<double>(ceil_div(heads, parts)) / heads : 1.0 / parts;  // of a tile
@@ -113,12 +119,13 @@ double busy_with(const BwdPlan& plan, int64_t tiles, int64_t heads, int64_t part
   if (!has_uneven_items(plan)) return least / (ceil_div(tiles * parts, blocks) * part);
   return least / std::max(least, 2 * part);
 }
-// The most parts that a tile can fall into: shares of its heads, and of their rows.
+// The most parts into which a tile can be divided: by its heads, and by their rows.
 int64_t most_parts(const BwdPlan& plan, const BwdRound& round, int64_t tiles) {
   const BwdParams& p = plan.kernel;
   const int64_t heads = round.groups, blocks = std::max(1, plan.resident_blocks / plan.tile.cluster);
   if (p.deterministic) return std::min(heads, kMostPartsInOrder);
-  // Kernels with an fp32 bias for each row and key do not share out rows: no round may have fewer heads than parts.
+  // Kernels with an fp32 bias for each row and key do not divide rows, so that no round, not even the last, may have
+  // fewer heads than parts.
   if (p.bias.kind == BiasKind::kDirect) return plan.whole.groups - (plan.whole.groups - 1) / heads * heads;
   const int32_t seen_by = p.window > 0 ? ceil_div(p.window + plan.tile.block_n, plan.tile.block_m) : p.dq_blocks;
   const int64_t rows = std::min(seen_by, p.dq_blocks);
@@ -127,9 +134,10 @@ int64_t most_parts(const BwdPlan& plan, const BwdRound& round, int64_t tiles) {
   const int64_t most = fills ? parts : heads * std::max<int64_t>(1, rows / (kFewestRowBlocks / 2));
   return std::min(most, std::max(heads, kMostParts * blocks / tiles));
 }
-// Of each tile, so that no part has heads with biases of their own.
+// The fewest parts of a tile: one for each head where heads have biases of their own.
 int64_t fewest_parts(const BwdPlan& plan, const BwdRound& round) { return has_items_of_heads(plan) ? round.groups : 1; }
-// As many as keep the blocks busy: in a fixed order, where parts wait for each other, no more are of any use.
+// As many parts as keep thread blocks busy. For a fixed order, in which parts wait for each other, so that more of
+// them gain nothing.
 int64_t parts_in_order(const BwdPlan& plan, const BwdRound& round, int64_t tiles, int64_t fewest, int64_t most) {
   int64_t best = fewest;
   double busiest = busy_with(plan, tiles, round.groups, best);
@@ -142,8 +150,9 @@ int64_t parts_in_order(const BwdPlan& plan, const BwdRound& round, int64_t tiles
   }
   return best;
 }
-// As many as take the least time. Numbers by which some parts have more heads than others are considered only where all
-// parts have a thread block at the same time, as several waves of them are not estimated so well.
+// The number of parts with the least estimated time. Numbers that make some parts larger than others are tried only
+// up to the number of heads, and only where all parts run at the same time or as the largest number, as times of
+// several waves of unequal parts are not estimated so well.
 int64_t fastest_parts(const BwdPlan& plan, const BwdRound& round, int64_t tiles, int64_t fewest, int64_t most) {
   const int64_t heads = round.groups, blocks = plan.resident_blocks / plan.tile.cluster;
   int64_t best = fewest;
@@ -158,7 +167,7 @@ int64_t fastest_parts(const BwdPlan& plan, const BwdRound& round, int64_t tiles,
   }
   return best;
 }
-// Parts of each tile for these blocks.
+// The number of parts of each tile on Hopper.
 int64_t parts_that_fill(const BwdPlan& plan, const BwdRound& round, int64_t tiles, const Device& device) {
   const int64_t fewest = fewest_parts(plan, round);
   if (suits_mirrored_items(plan, round, device)) return fewest;
@@ -171,7 +180,8 @@ Splits wanted_splits(const BwdPlan& plan, const BwdRound& round, const Device& d
   const BwdParams& p = plan.kernel;
   Splits splits;
   splits.tiles = key_tiles_of(p, round.batches, round.heads_k, plan.tile.block_n);
-  // The lengths of packed sequences are known on the device only: so is whether splitting any of them would pay.
+  // Nothing is split in packed sequences, as only the device knows their lengths and so whether it would pay; over
+  // lists of row blocks; and in rounds of several launches.
   if (p.packing.is_active() || has_row_block_lists(plan) || !plan.sequence.is_single()) return splits;
   const bool continues = continues_dkv(plan, round);
   if (plan.resident_blocks > 0) {
@@ -179,31 +189,32 @@ Splits wanted_splits(const BwdPlan& plan, const BwdRound& round, const Device& d
     if (splits.parts > 1 || continues) splits.slots = splits.tiles;
     return splits;
   }
-  // Sums that go on through several launches are in a fixed order only if each launch has one block for each.
+  // Sums to which several rounds add are in a fixed order only if each round has one thread block for each of them.
   if (p.has_split_slots && continues) return splits;
-  // How many tiles a list fills is known on the device only, so that it may always be few.
+  // Only the device knows how many tiles a list fills, so that there may always be few.
   const bool gathered = is_gathered(plan.walk);
   if (!gathered && splits.tiles >= tiles_that_fill(device)) return splits;
   const int64_t m_blocks = ceil_div(p.seqlen_q, plan.tile.block_m);
-  // A deterministic column sum of a head has to come from one block.
+  // In a deterministic call the column sums of a head have to come from one thread block: heads are not split.
   splits.most = p.has_split_slots ? round.groups : round.groups * m_blocks;
-  // Blocks take unequal times when causal: four for each SM even that out. Each costs a prologue and sums of its own,
-  // so rounds, which share the work of one, have two.
+  // Under causality thread blocks take unequal times, which four for each SM even out. But each costs a prologue and
+  // sums of its own: in deterministic calls and in rounds, which divide the work, there are two.
   const bool is_whole = round.batches == plan.whole.batches && round.heads_k == plan.whole.heads_k;
   splits.work = (p.has_split_slots || !is_whole ? 2 : 4) * int64_t{device.num_sms};
-  // Whether lists are split is decided on the device: their sums have to do for both, if they go on.
+  // The device decides whether lists are split. Sums that go on from round to round have to suit both, so there are
+  // no slots, and the sums are by key (needs_dkv_accum()).
   if (gathered && continues) return splits;
   const int64_t slots = p.has_split_slots ? splits.tiles * splits.most : splits.tiles;
   splits.slots = splits.most <= 1 ? 0 : std::min(slots, splits.work);
   return splits;
 }
 
-// Steps of an item for which splitting it between thread blocks would not pay.
+// The most steps of an item that is so short that splitting it between thread blocks would not pay.
 constexpr int64_t kShortSteps = 24;
 
 // --- accumulators ----------------------------------------------------------------------------------------------------
 
-// Row blocks a head in dq_accum.
+// Row blocks of a head in dq_accum.
 int32_t dq_blocks_of(const BwdPlan& plan, const BwdRound& round) {
   if (round.row_blocks == plan.whole.row_blocks) return plan.kernel.dq_blocks;
   return round.row_blocks * (plan.list_rows / plan.tile.block_m);
@@ -224,7 +235,8 @@ bool needs_dkv_accum(const BwdPlan& plan, const BwdRound& round, const Splits& s
   return has_row_block_lists(plan) || (continues_dkv(plan, round) && splits.slots == 0);
 }
 
-// dq, and dk and dv where they are added up by key, with what orders deterministic sums.
+// The sums of dq and, where they are added up by key, of dk and dv; the chunks of lists; and what orders
+// deterministic sums.
 struct Accumulators {
   int32_t* work_counter = nullptr;
   float* dq = nullptr;
@@ -255,7 +267,7 @@ Accumulators place_accumulators(const BwdPlan& plan, const BwdRound& round, int3
   if (orders_dkv && has_row_block_lists(plan)) {
     sums.dkv_semaphore = workspace.take<int32_t>(launches * chunk_turns_of(plan, round));
   } else if (orders_dkv && plan.resident_blocks > 0) {
-    // Parts of a tile take turns at dk and dv, each consumer, of 64 keys, by itself.
+    // Parts of a tile take turns at dk and dv. Each consumer has 64 keys, and turns of its own.
     const int64_t tiles = key_tiles_of(kernel, round.batches, round.heads_k, plan.tile.block_n);
     sums.dkv_semaphore = workspace.take<int32_t>(tiles * (plan.tile.block_n / 64));
   }
@@ -280,7 +292,7 @@ int64_t accumulator_bytes(const BwdPlan& plan, const BwdRound& round, const Spli
   return static_cast<int64_t>(workspace.bytes());
 }
 
-// Whether rows of so many batches and heads fill their memory, in whatever order.
+// Whether the rows of dq fill their memory without gaps, in whatever order batches, heads and rows lie.
 bool fills_memory(const ConvertDqParams& dq) {
   std::array<std::pair<int64_t, int64_t>, 3> dims = {
       {{dq.dq_stride.batch, dq.batch}, {dq.dq_stride.head, dq.nheads}, {dq.dq_stride.row, dq.seqlen_q}}};
@@ -292,19 +304,19 @@ bool fills_memory(const ConvertDqParams& dq) {
   }
   return true;
 }
-// Whether the slots have room in the memory of dq, of which nothing is written before they have been rounded.
+// Whether the slots fit the memory of dq: nothing is written there before the slots have been rounded.
 bool has_room_in_dq(const BwdPlan& plan, const BwdRound& round, int64_t slots) {
   const ConvertDqParams& dq = plan.convert_dq;
   const bool is_one_launch = covers_all(plan, round) && plan.sequence.is_single();
   if (plan.resident_blocks == 0 || is_gathered(plan.walk) || !is_one_launch) return false;
-  // Its address may be unknown as yet, when the size of the workspace is asked for.
+  // dq.dq is not tested, as it may still be nullptr when the size of the workspace is asked for.
   const bool is_wanted = plan.wants_dq && !plan.spares.dq && !plan.stores_dq;
   if (!is_wanted || dq.packing.is_active() || !dq.vec_dq || !fills_memory(dq)) return false;
   const int64_t entries = int64_t{dq.batch} * dq.seqlen_q * dq.nheads * dq.head_dim;
   return slots * slot_bytes(plan) <= entries * element_bytes(plan.unit.dtype);
 }
 
-// Slots no more than the rest of the workspace leaves memory for.
+// The slots wanted, but no more than fit the memory that the rest of the workspace leaves.
 int64_t affordable_slots(const BwdPlan& plan, const Splits& splits, int64_t taken) {
   const int64_t each = slot_bytes(plan);
   if (each == 0) return splits.slots;
@@ -342,17 +354,18 @@ void choose_splits(BwdPlan& plan, const Splits& splits, int64_t taken, const Dev
 
 // --- rounds ----------------------------------------------------------------------------------------------------------
 
-// Items over lists that have all rows go through their heads one by one, each item in its own time. Those of unequal
-// lengths that have more heads than these read and add to more than stays in L2. Not in a fixed order, which keeps them
-// in step; and clusters, which have twice the columns and half as many items at a time, lose nothing by it.
+// Whether items with all rows, over the list of a mask, would get out of step, as each goes through its heads one by
+// one. Items of unequal lengths and with more than kHeadsInStep heads then read and add to more than stays in L2. A
+// fixed order keeps items in step. Clusters, which have twice the columns and half as many items at a time, lose
+// nothing by it.
 constexpr int64_t kHeadsInStep = 4;
 bool has_drifting_items(const BwdPlan& plan) {
   return has_uneven_items(plan) && !plan.kernel.deterministic && plan.tile.cluster == 1 &&
          plan.whole.groups > kHeadsInStep;
 }
 
-// `share` of the call's (batch, kv head) pairs, evened out between the rounds. Packed sequences have no batches to
-// share out: their arrays go through all of them.
+// A round of at most `share` of the call's (batch, kv head) pairs, with rounds as equal as possible. Packed sequences
+// are not divided by batches, as their arrays go through all sequences.
 BwdRound round_of_pairs(const BwdRound& whole, int64_t share, bool is_packed) {
   const auto even = [](int32_t extent, int64_t most) {
     const int32_t rounds = static_cast<int32_t>(ceil_div<int64_t>(extent, most));
@@ -366,14 +379,14 @@ BwdRound round_of_pairs(const BwdRound& whole, int64_t share, bool is_packed) {
 
 class RoundChoice {
  public:
-  // bytes_before: of the workspace, without dense_bytes.
+  // bytes_before: bytes of the workspace before the sums, without dense_bytes.
   RoundChoice(BwdPlan& plan, const Device& device, int64_t bytes_before)
       : plan_(plan), device_(device), bytes_before_(bytes_before) {
     const int64_t rest = scratch_limit(plan) - bytes_before;
     limit_ = std::max(rest, has_own_lists() ? kIntervalScratchFloor : scratch_floor(plan));
   }
 
-  // Leaves the largest round that fits in plan.round, or the smallest that keeps the GPU busy.
+  // Sets plan.round to the largest round that fits or, if none does, to the smallest that keeps the GPU busy.
   void make() {
     if (search_rounds_of_whole_items() || search_rounds_of_sole_chunk()) return;
     if (lacks_list_slots() && search(/*with_list_slots=*/true)) return;
@@ -386,8 +399,8 @@ class RoundChoice {
   }
 
  private:
-  // Leaves the largest round of whole kv heads whose sums have so many bytes at most in plan.round. suits(round): smaller
-  // ones are not looked at where it says no.
+  // Sets plan.round to the largest round of whole kv heads whose sums take at most `limit` bytes, if there is one.
+  // The search ends at the first round, from the largest on, for which suits(round) is false.
   template <class Suits>
   bool search_rounds_of_heads(int64_t limit, const Suits& suits) {
     const int64_t pairs = int64_t{plan_.whole.batches} * plan_.whole.heads_k;
@@ -401,8 +414,8 @@ class RoundChoice {
     return false;
   }
 
-  // In rounds of whole kv heads. Where items drift apart there are chunks of rows instead, which end before they are far
-  // from each other.
+  // Tries items with all rows, in rounds of whole kv heads. If such items would drift apart, there are chunks of rows
+  // instead, whose items end before they are far from each other.
   bool search_rounds_of_whole_items() {
     if (!may_have_whole_items(plan_) || has_drifting_items(plan_)) return false;
     const int32_t chunk_blocks = plan_.chunk_blocks;
@@ -424,12 +437,13 @@ class RoundChoice {
     return false;
   }
 
-  // Whether the order of sums over lists may be that of an addition at the end.
+  // Whether sums over lists may be put in order by adding them up at the end (ChunkTerms).
   bool may_keep_terms() const { return plan_.kernel.deterministic && plan_.chunk_blocks > 0 && has_own_lists(); }
 
   bool has_parts() const { return wanted_splits(plan_, plan_.round, device_).parts > 1; }
 
-  // The sums of parts may take rounds, of which each has fewer tiles: then they have to gain more than that loses.
+  // The sums of parts may take rounds, each of which has fewer tiles. Then parts have to gain more than the rounds
+  // lose.
   void weigh_parts(bool fits) {
     const BwdRound with_parts = plan_.round;
     const double time = time_of_rounds();
@@ -446,7 +460,7 @@ class RoundChoice {
     plan_.may_split = true;
     plan_.round = with_parts;
   }
-  // Of the time without them.
+  // The share of the time without rounds that rounds may take at most, by the estimate.
   double share_worth_rounds(const BwdRound& rounds, const BwdRound& without) const {
     const BwdParams& p = plan_.kernel;
     if (p.bias.kind != BiasKind::kTile && p.bias.kind != BiasKind::kDirect) {
@@ -465,9 +479,10 @@ class RoundChoice {
     return dmattn::time_of_rounds(plan_, plan_.round, parts, is_mirrored);
   }
 
-  // Chunks whose shares of dk, dv and dbias fit beside the other sums, in rounds of whole kv heads: the shortest chunks
-  // that do, as longer ones make fewer items. If none do, rounds of row blocks, which may take all of 1.5 times q, k
-  // and v. If there are none either, chunks take turns, as has been chosen.
+  // Looks for chunks whose ChunkTerms fit beside the other sums, in rounds of whole kv heads, and takes the shortest
+  // of them, as longer ones make fewer items. If there are none, looks for rounds of row blocks, with which the
+  // workspace may take all of 1.5 times q, k and v. If there are none either, chunks take turns, with the rounds and
+  // chunks chosen before.
   void search_with_terms() {
     const int32_t chunk_blocks = plan_.chunk_blocks;
     const int64_t limit = std::max(limit_, accumulator_bytes(plan_, plan_.round, Splits{}));
@@ -482,7 +497,8 @@ class RoundChoice {
     plan_.keeps_terms = false;
     plan_.chunk_blocks = chunk_blocks;
   }
-  // Chunks beyond all rows are no longer than those that have them all.
+  // Whether chunks of plan.chunk_blocks row blocks are worth trying: not beyond kMostChunkRows rows, nor if half as
+  // many row blocks are already all there are.
   bool has_chunks_so_long() const {
     return plan_.chunk_blocks * plan_.list_rows <= kMostChunkRows && plan_.chunk_blocks < 2 * plan_.whole.row_blocks;
   }
@@ -493,9 +509,9 @@ class RoundChoice {
     });
   }
 
-  // Rounds of row blocks, of as few kv heads as there may be rounds: the fastest of them and of the chunks, from
-  // plan.chunk_blocks on, of which these consist. Each leaves what it has of the keys that the next one sees
-  // (CarriedTerms).
+  // Looks for rounds of row blocks, each with as few kv heads as kMostRounds allows: the fastest combination of
+  // rounds and of chunks, from plan.chunk_blocks row blocks on. Each round leaves its sums of the keys that the next
+  // one sees to the next one (CarriedTerms).
   bool search_row_rounds_with_terms(int64_t limit) {
     const int64_t pairs = int64_t{plan_.whole.batches} * plan_.whole.heads_k,
                   pair_rounds = std::min(pairs, kMostRounds);
@@ -522,10 +538,10 @@ class RoundChoice {
     return true;
   }
 
-  // The tiles of lists are split as far as there is memory for their sums. Where a single round leaves little, lists
-  // that fill a few tiles more than that are not split, and take as long as lists that fill every SM: with four query
-  // heads to a kv head, 2048 kept keys of 16384 took as long as 4096. Rounds cost some launches, which are short beside
-  // tiles of so many steps over row blocks.
+  // Whether a single round leaves too little memory for splitting the tiles of lists. Lists that fill a few more
+  // tiles than there are slots for are not split, and take as long as lists that fill every SM: with four query heads
+  // to a kv head, 2048 kept keys of 16384 took as long as 4096. The launches of more rounds take little time beside
+  // tiles of kStepsWorthRounds steps.
   bool lacks_list_slots() const {
     if (!is_gathered(plan_.walk)) return false;
     const Splits splits = wanted_splits(plan_, plan_.whole, device_);
@@ -535,8 +551,9 @@ class RoundChoice {
     return steps >= kStepsWorthRounds && affordable_slots(plan_, splits, taken) < enough;
   }
 
-  // Whether plan.round fits. Deterministic lists are not split in rounds that go on with the sums of others: such
-  // rounds do nothing for them.
+  // Sets plan.round to the largest round that fits, or to the last one tried. Returns true if that round fits, or if
+  // a smaller one would not keep the GPU busy. Deterministic lists are not split in rounds that add to the sums of
+  // other rounds, so that such rounds are not tried for the sake of slots.
   bool search(bool with_list_slots) {
     if (fits(plan_.whole, with_list_slots)) return true;
     const bool is_packed = plan_.kernel.packing.is_active();
@@ -555,10 +572,10 @@ class RoundChoice {
     return false;
   }
 
-  // Lists that differ between blocks of rows.
+  // Whether row blocks have lists that differ.
   bool has_own_lists() const { return has_row_block_lists(plan_) && !has_shared_list(plan_); }
 
-  // Whether the search ends: the round fits, or is too small to be of use.
+  // Whether the search ends: the round fits, or is too small to be of use (plan.round is then left as it was).
   bool try_round(const BwdRound& round, bool with_list_slots) {
     if (!keeps_busy(round)) return true;
     const bool ends = fits(round, with_list_slots);
@@ -583,23 +600,23 @@ class RoundChoice {
   BwdPlan& plan_;
   const Device& device_;
   int64_t bytes_before_;
-  int64_t limit_;  // of the sums
+  int64_t limit_;  // bytes that the sums may take
 };
 
 }  // namespace
 
-// Of those that the round's tiles may fall into. Where fewer are chosen, that is faster still.
+// If fewer parts than this were chosen, they are faster still.
 int64_t most_useful_parts(const BwdPlan& plan, int64_t tiles) {
   const int64_t fewest = std::max<int64_t>(plan.kernel.num_splits, 1);
   if (!plan.may_split) return fewest;
   return parts_in_order(plan, plan.round, tiles, fewest, most_parts(plan, plan.round, tiles));
 }
 
-// Other kernels take nearly twice as long over the same rows (at Level::kFull four times as long), and split these
-// further. Under causality the longest items take twice as long as the average, but not with a window of keys.
+// The sm80 code splits tiles further, but takes nearly twice as long over the same rows (at Level::kFull four times
+// as long). Under causality, but not with a window of keys, the longest items take twice as long as the average.
 bool keeps_residents_busy(const BwdPlan& plan, const BwdRound& round, int64_t tiles, int64_t parts) {
   const BwdParams& p = plan.kernel;
-  const bool is_uneven = p.is_causal && p.window == 0, is_full = plan.choice.level == Level::kFull;
+  const bool is_uneven = has_uneven_items(plan), is_full = plan.choice.level == Level::kFull;
   const int64_t of_ten = is_uneven ? (is_full ? 8 : 17) : (is_full ? 3 : 7);
   return 10 * tiles * parts * plan.tile.cluster >= of_ten * plan.resident_blocks ||
          ceil_div<int64_t>(int64_t{round.groups} * p.dq_blocks, parts) <= kShortSteps ||

@@ -1,4 +1,4 @@
-// The times are fitted to 2177 calls on an H200, each with several numbers of parts
+// The times are fitted to those of 2177 calls on an H200, each with several numbers of parts
 // (docs/kernels/backward.md#parts-of-a-block-of-keys).
 #include "host/plan/bwd_time.h"
 
@@ -11,12 +11,12 @@
 namespace dmattn {
 namespace {
 
-// Beside its steps, in microseconds: a round; an item that has all rows and heads of its tile, and one that adds to
-// sums with others; the launches around these sums, and each MB of them.
+// Microseconds in addition to those of steps: of a round; of an item that has all rows and heads of its tile; of an
+// item that adds to sums with others; of the launches that these sums take; and of each MB of these sums.
 struct RoundTime {
   double round, whole_item, item, sums, megabyte;
 };
-// A step over 64 rows, by what changes the scores.
+// Microseconds of a step over 64 rows, by what changes the scores.
 struct StepTime {
   double plain, softcap, window, mask, key_bias, tile_bias, fp32_bias;
 };
@@ -30,14 +30,14 @@ constexpr BwdTime bwd_time_of(int head_dim) {
          : head_dim <= 192 ? BwdTime{{2, 11, 10, 5.5, 0.9}, {1.95, 2.2, 2.05, 3.2, 2.4, 3.65, 4.6}}
                            : BwdTime{{3, 20, 12, 11.5, 1.3}, {2.65, 3.1, 2.8, 3.7, 3.2, 4.3, 5.3}};
 }
-// At the end some thread blocks have no item: for so long, and for such a share of an item.
+// At the end some thread blocks have no item: for kTail microseconds and kTailOfItem of the time of an average item.
 constexpr double kTail = 3, kTailOfItem = 0.2;
 
-// Items that go through several heads, each in its own time, read more from memory than is in L2, and add to more
-// there, so that a step takes longer. That shows for parts of tiles beside biases of so many bytes for each row and
-// key: in 16 bits where steps are short, at head_dim 64, and in fp32 under causality up to 128. It shows for items of
-// unequal lengths, too, with several kv heads whose rows are several times what L2 holds. In a fixed order items stay
-// in step.
+// By how much longer a step takes where items go through several heads without staying in step: together they then
+// read and add to more than L2 holds. Beside biases for each row and key of at least kBiasBytes, this is so for parts
+// of tiles and for items of unequal lengths: up to head_dim 64, where steps are short, and in fp32 under causality up
+// to 128. Without such a bias it is so for items of unequal lengths, with at least kDriftingLists kv heads whose rows
+// take kRowBytes, several times what L2 holds. In a fixed order items stay in step.
 constexpr double kBiasBytes = 32 << 20, kBiasFromMemory = 1.3, kRowBytes = 256 << 20, kRowsFromMemory = 1.2;
 constexpr int64_t kDriftingLists = 4;
 double drift_of(const BwdPlan& plan, const BwdRound& round, int64_t parts, bool is_uneven) {
@@ -58,7 +58,7 @@ double drift_of(const BwdPlan& plan, const BwdRound& round, int64_t parts, bool 
   return drifts && bytes >= kRowBytes ? kRowsFromMemory : 1;
 }
 
-// Of pairs that share a bias, for each of the two.
+// The time of a step in a pair that shares a bias (find_pairs()), relative to that of a step without pairs.
 constexpr double kPairedStep = 0.8;
 
 double step_time(const BwdPlan& plan) {
@@ -75,8 +75,8 @@ double step_time(const BwdPlan& plan) {
   return time * plan.tile.block_m / 64;
 }
 
-// The blocks of rows that see tiles of keys: the most, the fewest, and those of all tiles of a head. Under causality
-// the last tiles, such a share of them, have the fewer the later they come.
+// How many blocks of rows see a tile of keys: at most, at least, and added up over all tiles of a head. uneven_share:
+// the share of the tiles, the last ones, of which under causality each is seen by fewer rows than the one before it.
 struct RowsOfTiles {
   double most, fewest, all, uneven_share;
 };
@@ -92,14 +92,14 @@ RowsOfTiles rows_of_tiles(const BwdPlan& plan) {
   return {most, fewest, tiles * (most - uneven * (most - fewest) / 2), uneven};
 }
 
-// Items of a round: how many, the steps of all of them, of the longest and of the shortest, and the share of the items,
-// the last ones, that have fewer the later they come.
+// Items of a round: their number, the steps of all of them, of the longest and of the shortest item. uneven_share is
+// as in RowsOfTiles.
 struct Items {
   double count, steps, longest, shortest, uneven_share;
 };
 
-// Of thread blocks that take the items one by one, the longest first. Of n waves at least one block has n items that
-// are as long as the first of the last wave.
+// The time of thread blocks that take the items one by one, the longest first. With n waves, at least one thread
+// block has n items that are no shorter than the first of the last wave.
 double time_of_items(const Items& items, double step, double item, double blocks, bool is_even) {
   const double waves = std::ceil(items.count / blocks), longest = item + step * items.longest;
   const double all = items.count * item + step * items.steps;
@@ -117,7 +117,8 @@ double time_of_round(const BwdPlan& plan, const BwdRound& round, const RowsOfTil
   const int64_t heads = round.groups, lists = int64_t{round.batches} * round.heads_k;
   const int64_t tiles = lists * ceil_div(plan.kernel.seqlen_k, plan.tile.block_n);
   const int64_t heads_of_part = ceil_div(heads, parts);
-  const double share = static_cast<double>(heads_of_part) / ceil_div(parts, heads);  // of the rows of a head
+  // The rows of a part, counted in those of a head.
+  const double share = static_cast<double>(heads_of_part) / ceil_div(parts, heads);
   const Items items = {static_cast<double>(tiles * parts), static_cast<double>(lists * heads) * rows.all,
                        std::ceil(rows.most * share), rows.fewest * share, rows.uneven_share};
   double step = step_time(plan);
@@ -128,7 +129,7 @@ double time_of_round(const BwdPlan& plan, const BwdRound& round, const RowsOfTil
                                     std::max(1, plan.resident_blocks / plan.tile.cluster), is_even);
   if (!has_sums) return beside.round + time;
   const double bytes = 2.0 * sizeof(float) * plan.tile.block_n * plan.unit.head_dim_tile * static_cast<double>(tiles);
-  // In a fixed order the parts of a tile add one after the other, when all have come to their ends.
+  // In a fixed order the parts of a tile add to its sums one after the other, when all have come to their ends.
   const double turns = plan.kernel.deterministic ? static_cast<double>(parts - 1) * beside.item : 0;
   return beside.round + time + turns + beside.sums + beside.megabyte * bytes / (1 << 20);
 }
@@ -139,7 +140,7 @@ double time_of_rounds(const BwdPlan& plan, const BwdRound& round, int64_t parts,
   const RowsOfTiles rows = rows_of_tiles(plan);
   const BwdRound& all = plan.whole;
   double time = 0;
-  // The last ones may have less to do.
+  // Calls f(size, number) for the rounds along one dimension, the last of which may be smaller.
   const auto each = [](int32_t extent, int32_t most, auto&& f) {
     if (extent / most > 0) f(most, extent / most);
     if (extent % most > 0) f(extent % most, 1);

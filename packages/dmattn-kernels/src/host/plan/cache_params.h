@@ -1,4 +1,4 @@
-// From the caller's tensors of a cache to what kernels read: shared by the plans of the calls that have one.
+// Converts the caller's tensors of a cache to what kernels read; shared by the plans of all calls that have a cache.
 #pragma once
 
 #include <algorithm>

@@ -9,10 +9,11 @@
 namespace dmattn {
 namespace {
 
-// A turn is one step of every warp of a block. A split with fewer turns would not even fill the block's ring of stages.
+// A turn is one step of every warp of a thread block. A split with fewer turns would not even fill the stages of the
+// warps' rings.
 constexpr int32_t kMinTurnsPerSplit = 2;
-// Shared memory that a block takes beside its rings, at most: static arrays (see DecodeTraits), and 1 KB that the
-// system keeps.
+// The most shared memory that a thread block takes beside its rings: static arrays (see DecodeTraits), and 1 KB that
+// the system keeps.
 constexpr int32_t kBlockOverhead = (3 + 1) * 1024;
 
 CacheAppendParams read_append(const dmattn_cache_append_params& p) {

@@ -10,17 +10,19 @@
 
 namespace dmattn {
 
-// Splits of the decode kernel over so many keys. wanted = 0: as many as the device has places for.
+// The number of splits of the decode kernel over `keys` keys. wanted == 0: as many as the device has room for at a
+// time.
 int32_t choose_decode_splits(const FwdParams& p, int32_t keys, int32_t dim_tile, int32_t wanted, const Device& device,
                              int32_t block_rows = kDecodeRows);
-// Which of a case's kernels serves `p`, whose splits are chosen: see kernels/decode_level.h.
+// The level of the decode kernel that serves `p`, in which num_splits is already set: see kernels/decode_level.h.
 Level decode_level(const FwdParams& p, int32_t dim_tile, bool from_cache);
 // Thread blocks of the decode kernel.
 int64_t decode_blocks(const FwdParams& p, int32_t block_rows = kDecodeRows);
 // One query row a head and several heads a kv head: the group's heads become the rows of one block, which reads K and V
 // once for all of them. The one row is aligned to the last key, so causality has nothing to cut.
 void pack_group_as_rows(FwdParams& p);
-// Several query rows a head: those of a token, its heads of the group or one, are followed by those of the next token.
+// The same for several tokens: a token has a row for each head of the group, and these are followed by the rows of
+// the next token. Returns how to find the rows of a token.
 TokenRows pack_tokens_as_rows(FwdParams& p, int32_t tokens);
 // Room for the partial results of p.num_splits parts.
 void place_partials(FwdParams& p, Workspace& workspace);

@@ -13,7 +13,7 @@ void set_draft(CacheDraftParams& to, const dmattn_tensor& draft, Dtype dtype) {
   to.vec_cache = is_vec16(to.k_cache, to.k_stride, dtype) && is_vec16(to.v_cache, to.v_stride, dtype);
 }
 
-// The queries of the tokens, which are the last keys.
+// Sets the rows, which are the queries of the tokens, and appends the tokens to the keys.
 void set_draft_rows(DecodeParams& d, const CacheDraftParams& draft) {
   d.draft.tokens = draft.draft;
   d.draft.entries = draft.capacity;

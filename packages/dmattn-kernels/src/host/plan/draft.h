@@ -1,4 +1,4 @@
-// Drafts of a cache: tokens that attend without being put in, and putting the first ones in.
+// Drafts of a cache: attention of tokens that are not put in, and the commit that puts the first of them in.
 #pragma once
 
 #include "dmattn/dmattn.h"
@@ -9,7 +9,7 @@ namespace dmattn {
 
 struct DraftPlan {
   bool is_empty = false;
-  CacheDraftParams draft;  // of what comes before the attention
+  CacheDraftParams draft;  // of the launch before the attention
   Unit unit;               // of the attention
   KernelChoice choice;
   DecodeParams decode;

@@ -37,15 +37,15 @@ void set_tensors(FwdParams& kernel, const dmattn_fwd_params& p, const Problem& x
 int64_t row_blocks(const FwdParams& p, const FwdTile& tile) {
   return int64_t{p.batch} * p.nheads * ceil_div(p.seqlen_q, tile.block_m);
 }
-// Of thread blocks that stay. How many of a packed call exist is known on the device only.
+// Items of a persistent kernel; for packed sequences an upper bound, as only the device knows how many there are.
 int64_t resident_items(const FwdParams& p, const FwdTile& tile) {
   if (!p.packing.is_active()) return row_blocks(p, tile);
   return int64_t{packed_blocks(p.packing.total_q, p.packing.sequences, tile.block_m)} * p.nheads;
 }
 
-// Parts into which a kernel with such tiles should split the keys. How many key tiles a packed sequence has is known on
-// the device only: splits chosen for the longest would leave the others with parts too short to be worth combining, in
-// memory for batch * max_seqlen_q rows of each.
+// Parts into which a kernel with such tiles should split the keys. Packed sequences are not split, as only the device
+// knows how many key tiles each has. Splits chosen for the longest sequence would leave the others with parts too
+// short to be worth combining, and each part would take memory for batch * max_seqlen_q rows.
 int32_t wanted_splits(const FwdPlan& plan, const FwdTile& tile, int32_t asked_for, const Device& device) {
   const FwdParams& p = plan.kernel;
   if (p.packing.is_active()) return 1;
@@ -54,19 +54,20 @@ int32_t wanted_splits(const FwdPlan& plan, const FwdTile& tile, int32_t asked_fo
   if (p.window > 0) keys = std::min(keys, p.window + tile.block_m);
   const int32_t key_tiles = std::max(1, ceil_div(keys, tile.block_n));
   if (asked_for > 0) return std::min(asked_for, key_tiles);
-  // Blocks of four warps fit an SM twice.
+  // An SM has room for two thread blocks of four warps.
   const int64_t resident = int64_t{device.num_sms} * (tile.warps == 4 ? 2 : 1);
   return choose_num_splits(row_blocks(p, tile), resident, key_tiles, min_tiles_per_split(tile.block_n));
 }
 
-// Nanoseconds of calls with fewer row blocks than SMs by the kernels of sm80, which split the keys, without a mask and a
-// bias: fitted to times on H100 and H200 (docs/kernels/forward.md), in the order of the head-dim tiles 64, 128 and 256.
-// So much for each 128 x 128 scores of all row blocks.
+// Estimated nanoseconds of the sm80 kernels, which split the keys, for calls with fewer row blocks than SMs, without
+// a mask and a bias: `call` for each call, and `tile` for each 128 x 128 scores of all row blocks. Fitted to times on
+// H100 and H200, for the head-dim tiles 64, 128 and 256 in this order. docs/kernels/decoding.md#more-tokens says what
+// depends on them.
 struct LinearTime {
   double call, tile;
 };
 constexpr LinearTime kSplitTimes[3] = {{13500, 14.8}, {17500, 26}, {23500, 59}};
-// Under causality so many of all scores are left out, where there are as many keys as rows.
+// The share of all scores that is left out under causality, if there are as many rows as keys.
 constexpr double kLeftOutBySplits = 0.125;
 double split_time(const FwdPlan& plan) {
   const FwdParams& p = plan.kernel;
@@ -77,14 +78,15 @@ double split_time(const FwdPlan& plan) {
   return time.call + time.tile * (1 - left_out) * scores;
 }
 
-// Shares into which Hopper's kernels should split the keys. With more row blocks than a few for each SM there is
-// nothing to gain. Partial results may be as large as q, k and v, or as kSmallParts. The launch that combines them
-// costs the host some time, too, and has to save kWorthALaunch on the device.
+// Limits on the shares into which Hopper's kernels split the keys. With more than kMostWavesToSplit row blocks for
+// each SM there is nothing to gain. Partial results may be as large as q, k and v, or kSmallParts bytes if that is
+// more. The launch that combines them also costs the host time, and so has to save kWorthALaunch nanoseconds on the
+// device.
 constexpr int64_t kMostWavesToSplit = 4, kSmallParts = 16 << 20;
 constexpr double kWorthALaunch = 2500;
-// How many keys a mask leaves only the device knows: one of so many, as padding does, is taken to be masked.
+// Only the device knows how many keys a mask leaves. One in kMaskedOf keys is assumed to be masked, as with padding.
 constexpr int32_t kMaskedOf = 4;
-// Whether there is one that does: see may_split_keys().
+// Whether there is a persistent kernel that splits the keys: see may_split_keys() in attention/sm90/fwd_traits.cuh.
 bool may_split_and_stay(const FwdPlan& plan) { return !plan.kernel.packing.is_active() && plan.kernel.window == 0; }
 int32_t most_shares(const FwdParams& p, int32_t key_tiles) {
   const int64_t rows = int64_t{p.batch} * p.nheads * p.seqlen_q, keys = int64_t{p.batch} * p.nheads_k * p.seqlen_k;
@@ -94,11 +96,11 @@ int32_t most_shares(const FwdParams& p, int32_t key_tiles) {
   return static_cast<int32_t>(std::min<int64_t>({kMaxSplits, key_tiles, by_bytes}));
 }
 int32_t shares_that_stay(const FwdPlan& plan, const FwdTile& tile, int32_t asked_for, const Device& device) {
-  FwdParams p = plan.kernel;  // as if the keys of a list were all
+  FwdParams p = plan.kernel;  // with lists: as if the listed keys were all keys
   const bool gathered = is_gathered(plan.walk);
   if (is_selection(plan.walk)) {
     p.seqlen_k = std::min(p.seqlen_k, p.keys.capacity);
-    p.is_causal = false;  // they are those that it leaves
+    p.is_causal = false;  // a list has only keys that causality leaves
   } else if (gathered) {
     p.seqlen_k -= p.seqlen_k / kMaskedOf;
   }
@@ -117,22 +119,23 @@ int32_t shares_that_stay(const FwdPlan& plan, const FwdTile& tile, int32_t asked
   return best;
 }
 
-// Kernels that stay do not split the keys of windows. Where those of sm80 would, they are still faster if they have a
-// row block for four of ten SMs; under causality, where the last row block has twice the keys of the average, for eight.
+// Persistent kernels do not split the keys of windows. Where the sm80 kernels would, the persistent ones are still
+// faster if there is a row block for four of ten SMs; under causality, where the last row block has twice the keys of
+// the average, for eight.
 bool keeps_busy(const FwdPlan& plan, const FwdTile& tile, const Device& device) {
   return 10 * row_blocks(plan.kernel, tile) >= (plan.kernel.is_causal ? 8 : 4) * int64_t{device.num_sms};
 }
 
-// Whether blocks that stay may take every so-many-th row block, without a counter that has to be cleared first: two of
-// them at most, which all take the same time. With more, blocks that share an SM get out of step, and a counter evens
-// it out.
+// Whether each persistent thread block may take row blocks at a fixed distance from one another, without a counter
+// that has to be cleared first: it has at most two of them, and all row blocks take the same time. With more, thread
+// blocks that share an SM get out of step, which a counter evens out.
 bool suits_fixed_order(const FwdPlan& plan, Level level, int64_t items) {
   const bool is_even = level == Level::kPlain && !is_gathered(plan.walk) && !plan.kernel.is_causal;
   return is_even && items <= 2 * plan.choice.blocks;
 }
 
-// The unit, and of its kernels the one that does the least beyond what is asked for; the splits and the thread blocks.
-// finds_window: only kernels that find the window of keys by themselves. false: there are none.
+// Chooses the unit, the least general of its kernels that can do what is asked for, the splits and the thread blocks.
+// finds_window: only kernels that find the window of keys by themselves. Returns false if there are none.
 bool choose_kernel(FwdPlan& plan, int32_t asked_for, bool finds_window, const Device& device) {
   FwdParams& p = plan.kernel;
   const bool gathered = is_gathered(plan.walk);
@@ -145,7 +148,7 @@ bool choose_kernel(FwdPlan& plan, int32_t asked_for, bool finds_window, const De
     if (!set.is_persistent) return true;
     if (may_split_and_stay(plan)) {
       FwdParams split = p;
-      split.num_splits = kMaxSplits;  // those with shares have the same tiles
+      split.num_splits = kMaxSplits;  // all kernels that split the keys have the same tiles
       shares = shares_that_stay(plan, set.fwd_tile(split, level, gathered), asked_for, device);
       split.num_splits = shares;
       return resident_items(p, set.fwd_tile(split, level, gathered)) * shares <= kMostBlocks;
@@ -171,7 +174,8 @@ bool choose_kernel(FwdPlan& plan, int32_t asked_for, bool finds_window, const De
   return true;
 }
 
-// A selection that is a window of keys, by kernels that find it by themselves. false: there are none, or not for this.
+// For a selection that is a window of keys: chooses kernels that find the window by themselves. Returns false if
+// there are none for this call.
 bool choose_window_kernel(FwdPlan& given, const dmattn_fwd_params& p, const Problem& x, const Device& device) {
   FwdPlan plan = given;
   plan.kernel.window = read_window(p, x);
@@ -181,8 +185,8 @@ bool choose_window_kernel(FwdPlan& given, const dmattn_fwd_params& p, const Prob
   return true;
 }
 
-// One block reads what the splits leave of its rows about as fast as another one reads keys: more splits of so many
-// keys would take longer to combine than they save.
+// The last thread block of a row block reads a partial result from each split for each of its rows, about as fast as
+// a thread block reads keys. With more splits than this, combining them would take longer than they save.
 int32_t most_splits_to_combine(int32_t keys, int32_t rows) {
   return std::max(1, static_cast<int32_t>(std::sqrt(static_cast<double>(keys) / rows)));
 }
@@ -207,17 +211,20 @@ bool has_keys_for_all_rows(const FwdPlan& plan) {
          (bias == BiasKind::kNone || bias == BiasKind::kKey);
 }
 
-// The rows of a group's heads, taken together, fill fewer blocks of rows. What that saves, scores times head_dim, has
-// to be worth the launch that combines partial results, and keys in fewer thread blocks: so much of the kernels of
-// sm80, and so much on Hopper, whose own kernels are faster for a row, where these do not split the keys.
+// The rows of a group's heads, put together, fill fewer row blocks. What that saves, in scores times head_dim, has to
+// be worth the launch that combines partial results, and fewer thread blocks that read keys. It has to save
+// kWorthLeavingHopper in place of kernels for Hopper that do not split the keys, as these compute a row faster than
+// the sm80 kernels. Otherwise, kWorthGroupRows is enough.
 constexpr int64_t kWorthGroupRows = int64_t{5} << 27, kWorthLeavingHopper = int64_t{1} << 31;
 constexpr int64_t kMostGroupRows = int64_t{1} << 30;  // rows are counted in 32 bits, up to the end of the last tile
 
-// Several rows of a head for which the decode kernel is the faster one. Those of a group's heads together may be two
-// blocks of it, which read K and V once each, where the forward kernel reads them for each head. Not with so few bytes
-// of K and V in a single head that the L2 cache hands them to each head as fast, and more thread blocks end sooner. And
-// not with few heads of many keys: there the forward kernel has the rows of a group together, too, and more of them in
-// flight; at head_dim 256, where a block of decoding has 16 rows, even instead of one block.
+// Up to kMostDecodeRows rows of a head, the decode kernel is the faster one. The rows of a group's heads together may
+// take two of its row blocks, each of which reads K and V once; the forward kernel reads them for each head. They may
+// take only one if there is a single kv head with fewer bytes of K and V than kMinBytesOfTwoBlocks: the L2 cache then
+// delivers these to each head as fast, and more thread blocks end sooner. They may also take only one with few kv
+// heads and many keys: there the forward kernel puts the rows of a group together, too, and has more of them in
+// flight. At head_dim 256, where a row block of the decode kernel has 16 rows, the forward kernel then takes all of
+// these calls.
 constexpr int32_t kMostDecodeRows = 16;
 constexpr int64_t kMinBytesOfTwoBlocks = 8 << 20;
 constexpr int64_t kFewHeads = 16, kManyKeys = 4096, kForwardRows = 128;
@@ -232,8 +239,8 @@ int32_t most_decode_group_rows(const FwdPlan& plan) {
   return (fills_two && !suits_forward ? 2 : 1) * token_rows(static_cast<int>(head_dim_tile));
 }
 
-// Makes it decoding where the rows of a head, or of the heads of a group, are few enough to read keys together.
-// may_share: the heads of a group see the same keys.
+// Chooses the decode kernel where the rows of a head, or of the heads of a group, are few enough to read keys
+// together. may_share: the heads of a group see the same keys.
 void choose_decode_rows(FwdPlan& plan, const Problem& x, bool may_share) {
   FwdParams& p = plan.kernel;
   if (x.packing.is_active()) return;
@@ -257,11 +264,11 @@ void choose_decode_rows(FwdPlan& plan, const Problem& x, bool may_share) {
   }
 }
 
-// Hopper's own kernels are left where the rows are at least so many times fewer, in whole blocks.
+// The sm80 kernels replace Hopper's own if they then have at least this many times fewer rows, in whole row blocks.
 constexpr int64_t kFewerRowsThanHoppers = 3;
 
-// The rows of a group's heads together, by the kernels of sm80, without a bias and a mask: K and V are read once for
-// all of them.
+// Puts the rows of a group's heads together in the sm80 kernels, for calls without a bias and a mask: K and V are
+// read once for all of them.
 void choose_group_rows(FwdPlan& plan, const Problem& x, int32_t asked_for, const Device& device) {
   if (x.head_ratio == 1 || x.packing.is_active() || plan.walk != KeyWalk::kTiled) return;
   if (plan.choice.level != Level::kPlain || int64_t{x.seqlen_q} * x.head_ratio > kMostGroupRows) return;
@@ -276,7 +283,7 @@ void choose_group_rows(FwdPlan& plan, const Problem& x, int32_t asked_for, const
   const int64_t rows = row_blocks(p, packed.tile) * packed.tile.block_m;
   const int64_t rows_before = row_blocks(plan.kernel, plan.tile) * plan.tile.block_m;
   const bool leaves_hopper = packed.unit.arch != plan.unit.arch;
-  // Where Hopper's own would split the keys it goes by the time.
+  // If Hopper's own kernels would split the keys, the estimated times decide.
   const bool leaves_shares = leaves_hopper && asked_for == 0 && plan.kernel.num_splits > 1;
   if (leaves_shares) {
     if (sm90_fwd_time(plan.kernel, plan.kernel.num_splits, device.num_sms) <= split_time(packed)) return;
@@ -295,7 +302,7 @@ void choose_group_rows(FwdPlan& plan, const Problem& x, int32_t asked_for, const
 
 Level fwd_level(const FwdParams& p, bool has_dense_mask, bool gathered) {
   if (p.bias.kind == BiasKind::kDirect) return Level::kFull;
-  // The plain path takes the maximum of the raw products, which needs a positive scale; the others scale first.
+  // The plain kernel takes the maximum of the raw products, which needs a positive scale; the others scale first.
   const bool is_plain = p.softcap == 0.f && p.bias.kind == BiasKind::kNone && !has_dense_mask && p.window == 0 &&
                         p.softmax_scale > 0.f && p.vec_q && p.vec_k && p.vec_v && p.vec_out;
   if (!is_plain) return Level::kGeneral;
@@ -329,7 +336,8 @@ int32_t choose_num_splits(int64_t blocks, int64_t resident, int32_t key_tiles, i
 
 namespace {
 
-// Kernels that do not stay have a block of rows of each sequence for the longest one.
+// With packed sequences, kernels that are not persistent have as many thread blocks for each sequence as the longest
+// needs.
 void check_blocks(const FwdPlan& plan, const Problem& x) {
   if (plan.choice.blocks <= kMostBlocks) return;
   fail(
@@ -363,7 +371,8 @@ FwdPlan plan_batched_fwd(const dmattn_fwd_params& p, PerKey per_key, const Devic
   const bool gathered = plan.unit.gathered = is_gathered(plan.walk);
   plan.kernel.bias = read_bias(p.bias, x, gathered);
   plan.kernel.packing.bias_col_stride = packed_bias_stride(plan.kernel.bias, per_key.bias, gathered);
-  // A mask or a list of each query head's own gives the rows of a packed block different keys.
+  // If each query head has a mask or a list of its own, the rows of a group see different keys, and cannot share a
+  // row block.
   const int32_t mask_heads = selected ? plan.kernel.keys.heads : has_mask(plan.mask) ? plan.mask.heads : 1;
   choose_decode_rows(plan, x, /*may_share=*/mask_heads == 1 || mask_heads == x.nheads_k);
   if (selected) plan.kernel.keys.head_ratio = plan.kernel.nheads / plan.kernel.keys.heads;

@@ -20,12 +20,12 @@ struct FwdPlan {
   bool no_keys = false;   // out = 0, lse = -inf
   KeyWalk walk = KeyWalk::kTiled;
   MaskSource mask;  // see has_mask()
-  Unit unit;  // unit.direction: few query rows a head are for the decode kernel, and few keys have one of their own
+  Unit unit;        // unit.direction: few query rows a head are for the decode kernel, few keys for the short one
   KernelChoice choice;
   FwdTile tile = {};         // of the forward kernel
-  bool counts_work = false;  // it takes row blocks by kernel.work_counter
+  bool counts_work = false;  // the forward kernel takes row blocks by kernel.work_counter
   FwdParams kernel;
-  ShortFwdParams short_kernel;   // of few keys, in place of `kernel`
+  ShortFwdParams short_kernel;   // few keys: in place of `kernel`
   uint64_t* arrivals = nullptr;  // of the decode kernel, where it splits the keys: first in the workspace
   size_t workspace_bytes = 0;
 
@@ -43,7 +43,7 @@ FwdPlan plan_fwd(const dmattn_fwd_params& p, const Device& device);
 // Gives every array its place in a workspace that starts at `base`, or only counts the bytes where that is null.
 void place(FwdPlan& plan, void* base);
 
-// Of the forward kernel, which sees this mask and this bias.
+// The level of the forward kernel that serves `p`. has_dense_mask: there is a mask, and it is not read as a list.
 Level fwd_level(const FwdParams& p, bool has_dense_mask, bool gathered);
 
 // A split of fewer key tiles than this (256 keys of most kernels) costs more to set up and to combine than it gains.

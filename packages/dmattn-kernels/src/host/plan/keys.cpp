@@ -11,24 +11,28 @@
 namespace dmattn {
 namespace {
 
-// Words that a thread block of the join kernel copies: several loads of each of its 256 threads are then on their way.
+// Words that a thread block of the join kernel copies. With so many, each of its 256 threads has several loads in
+// flight.
 constexpr int64_t kJoinBlockWords = 2048;
 // Keys that a thread block of the keep kernel looks at in one go.
 constexpr int32_t kKeepTileKeys = 256;
-// Thread blocks of the keep kernel on each SM, as far as there are tiles for so many. Each reads all ends of its row.
+// Thread blocks of the keep kernel on each SM, as far as there are tiles for so many. Each reads all interval ends of
+// its batch entry and head.
 constexpr int32_t kKeepBlocksPerSm = 4;
-// And of a batch and head: more of them would spend longer on the ends of the row, which each of them reads, than fewer
-// on their tiles. Computed from 5 TB/s for the ends and 1.5 us for a tile, for the 4 heads of one batch.
+// And of each batch entry and head: with more of them, each would spend more time on reading all interval ends than
+// it saves by having fewer tiles. Computed from 5 TB/s for the ends and 1.5 us for a tile, for the 4 heads of one
+// batch.
 constexpr int32_t kKeepBlocksPerRow = 48;
 
 int32_t extent(int64_t x) { return static_cast<int32_t>(x); }
 
-// Heads of the result for each of `few`.
+// Heads of the result for each head of an operand with `few` heads.
 Divisor head_ratio(int64_t heads, int64_t few) {
   return Divisor(extent(std::max<int64_t>(1, heads / std::max<int64_t>(few, 1))));
 }
 
-// The largest word that rows of all these tensors are made of, in bytes.
+// Bytes of the largest word, up to 16, of which all addresses, strides and row lengths of these tensors are
+// multiples.
 int32_t common_word_bytes(std::initializer_list<const dmattn_tensor*> tensors) {
   uint64_t all = 16;
   for (const dmattn_tensor* t : tensors) {
@@ -38,10 +42,10 @@ int32_t common_word_bytes(std::initializer_list<const dmattn_tensor*> tensors) {
       if (t->shape[i] > 1) all |= static_cast<uint64_t>(t->stride[i]) * element;
     }
   }
-  return static_cast<int32_t>(all & (~all + 1));  // its lowest bit
+  return static_cast<int32_t>(all & (~all + 1));  // the lowest bit of `all`
 }
 
-// Strides in words; any where there is one entry only.
+// Strides in words; 0 in dimensions with one entry.
 Strides3 word_strides(const dmattn_tensor& t, int32_t word_bytes) {
   const int64_t element = element_bytes(t.dtype);
   const auto stride = [&](int dim) { return t.shape[dim] > 1 ? t.stride[dim] * element / word_bytes : 0; };
@@ -62,7 +66,7 @@ WordRowsOut read_rows_out(const dmattn_tensor& t, int32_t word_bytes) {
   return rows;
 }
 
-// Of a tensor ({batch|1}, heads or a divisor, seqlen).
+// Reads a tensor of shape (batch or 1, heads or a divisor of it, seqlen).
 KeyNumbers read_numbers(const dmattn_tensor& t, int64_t heads) {
   KeyNumbers numbers;
   if (!is_present(t)) return numbers;

@@ -13,12 +13,14 @@ using prep::kChunkKeys;
 using prep::kMaxDigits;
 using prep::SelectPlan;
 
-// Up to here one thread block finds the best keys of a prefix by itself; the grid would spend longer on its launches.
+// Up to this many keys, one thread block finds the best keys of a prefix by itself: the grid would spend longer on
+// its launches.
 constexpr int kOneBlockKeys = 32768;
-// A single list is found sooner from here on where the grid does it in one launch: 24 instead of 26 us for 8192 keys,
-// and 24 instead of 48 for 32768.
+// From this many keys on, a single list is found sooner by the grid in one launch: in 24 instead of 26 us for 8192
+// keys, and in 24 instead of 48 for 32768.
 constexpr int kOneLaunchKeys = 8192;
-// Keys between the positions of two sets (or `window`, when that is more): what a block reads on top of a set.
+// Keys between the positions of two sets (or `window`, if that is more). Beside a set, a thread block reads up to
+// this many keys.
 constexpr int kSuperKeys = 8192;
 
 // Stride along a dimension, 0 where there is one entry for all.
@@ -77,12 +79,12 @@ void plan_work(SelectPlan& plan, int num_sms) {
   }
 }
 
-// A segment of `quads` groups of four keys fits this many threads.
+// Whether a segment that looks at `quads` groups of four keys fits this many threads.
 bool fits_segment(int threads, int quads) { return quads <= threads * prep::segment_quads(threads); }
 
-// The threads of each of `thread_blocks` segments, which fit 1024. On an H200, 512 threads took 0.85 of the time of 1024
-// where they look at 4096 keys, 1.0 from 8192 on, and 0.8 of that of 256 where an SM has two thread blocks; where it has
-// more, 1.3.
+// The number of threads for each of `thread_blocks` segments, which have to fit 1024. On an H200, 512 threads took
+// 0.85 of the time of 1024 for segments that look at 4096 keys, and 1.0 from 8192 keys on. Compared with 256 threads,
+// 512 took 0.8 of the time with two thread blocks for each SM, and 1.3 with more.
 int threads_of_segment(int64_t thread_blocks, int quads, int num_sms) {
   constexpr int kFewQuads = 1024;
   if (!fits_segment(512, quads)) return 1024;
@@ -90,12 +92,13 @@ int threads_of_segment(int64_t thread_blocks, int quads, int num_sms) {
   return thread_blocks > 2 * int64_t{num_sms} && fits_segment(256, quads) ? 256 : 512;
 }
 
-// How the lists of the blocks of rows are found, after plan_work().
+// Decides whether segments find the lists of row blocks, and how long the segments are. Called after plan_work().
 void plan_segments(SelectPlan& plan, int blocks, int num_sms) {
   const int window = std::min(plan.window, plan.seqlen_k);
   if (plan.single_list || blocks == 0 || window > prep::kMaxSegmentWindow) return;
-  // Long segments share a search between more rows; short ones let more SMs take part, as long as there is one for
-  // each, or else half of one.
+  // Long segments share a search between more rows; short ones let more SMs take part. A segment has the fewest row
+  // blocks with which there is at most one segment for each SM or, if even kMaxSegmentBlocks are too few for that, at
+  // most two. If they are too few for that as well, it has kMaxSegmentBlocks.
   int per_segment = 1;
   const auto thread_blocks = [&](int length) { return int64_t{plan.rows} * ceil_div(blocks, length); };
   for (const int each : {1, 2}) {
@@ -142,7 +145,8 @@ SelectionPlan plan_select(const dmattn_select_params& p, int32_t num_sms) {
   steps.ord_pitch = round_up<int64_t>(select.seqlen_k, 128);
   plan_work(steps, num_sms);
   if (select.documents == 0) plan_segments(steps, ceil_div(select.seqlen_q, kSelectBlockRows), num_sms);
-  // Each segment reads all keys before it: neighbours in memory, and a mask would be read as often.
+  // Segments may read scores instead of ordered integers where scores are neighbours in memory and there is no mask:
+  // each segment reads all keys before it, and would read a mask as often.
   steps.reads_scores = steps.segment_blocks > 0 && steps.sets == 0 && steps.grid_keys == 0 &&
                        select.key_mask == nullptr && select.score_col_stride == 1;
   steps.chunks = ceil_div(steps.grid_keys, kChunkKeys);

@@ -17,7 +17,7 @@ SelectionPlan plan_select(const dmattn_select_params& p, int32_t num_sms);
 // Gives every array its place in a workspace that starts at `base`, or only counts the bytes where that is null.
 void place(SelectionPlan& plan, void* base);
 
-// Room that each list of a selection needs; 0 where there can be none.
+// The capacity that each list of a selection needs; 0 if there can be no such selection.
 int64_t select_capacity(int64_t window, int64_t seqlen_k, bool is_causal);
 
 struct KeyListsPlan {

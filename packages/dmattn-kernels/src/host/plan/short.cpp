@@ -7,16 +7,17 @@
 namespace dmattn {
 namespace {
 
-// A thread block of the backward goes through all rows that see its keys, so that sums of dk and dv leave it once. Of
-// more rows the other kernels make more blocks, each of which does less.
+// A thread block of the backward goes through all rows that see its keys, so that it writes dk and dv once. For more
+// rows than this, the other kernels have more thread blocks, each with less work.
 constexpr int32_t kMostBwdRows = 256;
-// And through so many tiles of them over all heads of a group, one after the other. More are for the other kernels,
-// which share them out, unless there are two blocks for three SMs, and so work for most of the GPU as it is. On an H200
-// a tile takes a block 4.4 us. 64 blocks with 16 tiles each took 0.072 ms (the other kernels 0.082), 16 blocks with 16
-// tiles 0.070 (0.026), 4 with 8 tiles 0.037 (0.018), 128 with 16 tiles of 128 keys 0.089 (0.133).
+// The most tiles of rows, over all heads of a group, that a thread block goes through one after the other. Calls with
+// more are left to the other kernels, which divide the tiles between thread blocks, unless there are two thread
+// blocks for every three SMs, and so work for most of the GPU. On an H200 a tile takes a thread block 4.4 us. 64
+// thread blocks with 16 tiles each took 0.072 ms (the other kernels 0.082), 16 with 16 tiles 0.070 (0.026), 4 with 8
+// tiles 0.037 (0.018), 128 with 16 tiles of 128 keys 0.089 (0.133).
 constexpr int32_t kMostBwdTiles = 4;
 
-// What all short kernels ask of a call that has some rows and some keys.
+// What the forward and the backward for few keys ask of a call that has some rows and some keys.
 template <class Params, class KernelParams>
 bool suits(const Params& p, const KernelParams& kernel, int32_t most_keys) {
   const bool has_few_keys = kernel.seqlen_k <= most_keys && kernel.head_dim <= kMostShortHeadDim;
@@ -29,23 +30,24 @@ bool suits_fwd(const FwdPlan& plan, const dmattn_fwd_params& p) {
   return suits(p, plan.kernel, kMostShortFwdKeys) && plan.kernel.vec_out && p.num_splits <= 1;
 }
 
-// Gradients of a bias are stored for each score, or, from the one tile of rows of a block, added to sums in any order.
+// The gradient of a bias is stored for each score or, if a thread block has a single tile of rows, added to sums in
+// any order.
 bool suits_dbias(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
   if (plan.dbias_rows || plan.dbias_cols) return false;
   return p.dbias_kind != DbiasKind::kAccum || (p.seqlen_q <= kShortRows && !p.deterministic);
 }
 
-// Beside more than 64 keys and 32 columns there are too few registers for a bias or a mask on its way: the other
-// kernels are faster then (0.27 against 0.35 ms of 256 x 128 rows, 12 heads, on an H200).
+// With more than 64 keys and more than 32 columns there are too few registers for loading a bias or a mask with rows
+// in advance: the other kernels are faster then (0.27 against 0.35 ms for 256 x 128 rows, 12 heads, on an H200).
 bool suits_wide_scores(const BwdPlan& plan, const dmattn_bwd_params& p) {
   const BwdParams& kernel = plan.kernel;
   if (short_bwd_keys(kernel.seqlen_k) == 64 || short_head_dim(kernel.head_dim) == 32) return true;
   return !is_present(p.bias) && (!has_mask(plan.mask) || is_key_only(plan.mask));
 }
 
-// Keys that a mask hides from all rows, as in padding, may hold NaN: the kernels make zeros of them, for all query
-// heads of a kv head at once.
+// Keys that a mask hides from all rows, as in padding, may hold NaN. The kernels set them to zero, for all query
+// heads of a kv head at once, so that these need the same mask.
 bool suits_mask(const BwdPlan& plan) {
   const MaskSource& mask = plan.mask;
   return !has_mask(mask) || !is_key_only(mask) || plan.kernel.nheads / mask.heads % plan.kernel.head_ratio == 0;
@@ -63,7 +65,7 @@ bool suits_bwd(const BwdPlan& plan, const dmattn_bwd_params& p, const Device& de
          plan.convert_dq.vec_dq && kernel.vec_dk && kernel.vec_dv;
 }
 
-// The unit, which is one for all chips: the shape of its kernels fits each.
+// Finds the unit, which is the same for all GPUs, as the tiles of its kernels fit each of them.
 template <class Plan>
 bool find_unit(Plan& plan, Direction direction, const Device& device) {
   Unit unit = plan.unit;
@@ -97,30 +99,32 @@ void set_short(ShortParams& to, const KernelParams& from, const BiasParams& bias
   to.mask_head_ratio = from.nheads / mask.heads;
 }
 
-// Plain scores are cut before they are scaled: -inf stays what it is by a positive scale only.
+// The plain kernels set masked scores to -inf before they scale them, and they stay -inf only if the scale is
+// positive.
 bool is_plain(const ShortParams& p) {
   return p.bias.kind == BiasKind::kNone && p.mask.ptr == nullptr && p.softmax_scale > 0.f;
 }
 // Whether the bias is the same for all batches.
 bool has_shared_bias(const ShortParams& p) { return p.bias.kind != BiasKind::kNone && p.bias.batch_stride == 0; }
-// Whether the gradient of such a bias, if asked for, is a sum over all batches, which one tile of rows has.
+// Whether Level::kFull serves the backward: all batches share the bias, a thread block has a single tile of rows, and
+// the gradient of the bias, if asked for, is a sum over all batches.
 bool suits_full(const ShortBwdParams& p) {
   const bool has_sums = p.dbias_kind == DbiasKind::kAccum && p.dbias_batch_stride == 0;
   return has_shared_bias(p) && short_bwd_is_single(p) && (p.dbias_kind == DbiasKind::kNone || has_sums);
 }
 
-// Thread blocks that share a bias take several batches each, so that there are no more blocks than the GPU has at a
-// time. The last slices would have nothing to do if each took as many batches as it can. blocks: of one slice of the
-// batches.
+// Chooses the number of slices of the batches. Thread blocks that share a bias take several batches each, so that all
+// of them fit the GPU at a time. Slices that would not make the longest one shorter are left out. blocks: thread
+// blocks of one slice.
 int32_t choose_slices(int32_t batch, int64_t blocks, int64_t resident) {
   const auto wanted = static_cast<int32_t>(std::clamp<int64_t>(resident / blocks, 1, batch));
   return ceil_div(batch, ceil_div(batch, wanted));
 }
-// The level; and how many thread blocks share the batches: one each, but at kFull.
+// Chooses the level, and sets the number of slices of the batches: one for each batch, except at kFull.
 Level choose_level(ShortParams& p, bool is_plain, bool suits_full, int64_t blocks, int64_t resident) {
   p.batch_slices = p.batch;
   if (is_plain) return Level::kPlain;
-  // Blocks of more than one place each, or less than two for it, would leave the rest of the GPU idle.
+  // If the GPU has room for less than two slices, there would be a single one, and part of the GPU would be idle.
   if (!suits_full || 2 * blocks > resident) return Level::kGeneral;
   p.batch_slices = choose_slices(p.batch, blocks, resident);
   return p.batch_slices < p.batch ? Level::kFull : Level::kGeneral;

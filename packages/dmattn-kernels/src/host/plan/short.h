@@ -1,4 +1,5 @@
-// Attention over few keys: which calls have a kernel of their own, which takes one launch and no workspace.
+// Attention over few keys: which calls take the kernels for few keys, which need one launch and, except for a 16-bit
+// dbias that is a sum, no workspace.
 #pragma once
 
 #include "dmattn/dmattn.h"
@@ -9,8 +10,9 @@
 
 namespace dmattn {
 
-// For a plan that has its tensors, its mask and, in the backward, its gradients, of which the kernel has some to
-// compute: takes that kernel if it can, and this build has it. false: it has left the plan alone.
+// `plan` has its tensors, its mask and, in the backward, its gradients, at least one of which the kernel computes.
+// Takes the kernel for few keys if it serves the call and this build has it. Otherwise returns false, and leaves the
+// plan as it was.
 bool choose_short_kernel(FwdPlan& plan, const dmattn_fwd_params& p, const Problem& x, const Device& device);
 bool choose_short_kernel(BwdPlan& plan, const dmattn_bwd_params& p, const Problem& x, const Device& device);
 

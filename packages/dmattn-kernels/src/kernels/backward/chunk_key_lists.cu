@@ -1,13 +1,13 @@
-// Before the backward kernel for Hopper: the lists of neighbouring row blocks put together.
+// Before the backward kernel for Hopper: merges the lists of neighbouring row blocks into the lists of chunks.
 //
-// A key that no row sees any more is never seen again. So the keys of a chunk are those of its first row block, and of
-// the positions behind that block the keys that their own row sees. Each goes into one of kPlaces * kPlaces classes, by
-// the last and the first place of the chunk whose rows see it, and classes lie one behind the other: a counting sort,
-// which keeps the order within a class and so always gives the same lists.
+// A key that no row sees any more is never seen again. So the keys of a chunk are those of its first row block's list
+// and, of the positions behind that block, the keys that the row at their own position sees. Each key belongs to one
+// of kPlaces * kPlaces classes, by the places of the chunk whose rows see it first and last. The classes are put one
+// behind the other by a counting sort, which keeps the order within a class and so always gives the same lists.
 //
-// The keys of one list for all rows, as a key-only mask makes it, are in each chunk that any of its rows sees them
-// from. Where the tiles of such a list are many, each has all rows, and there is nothing to put together. Of its rows
-// those before the first and behind the last one that gradients come from (UsedRows) are left out.
+// A key-only mask has one list for all rows. Each chunk then takes from it the keys that any of its rows sees. Where
+// such lists have many tiles, each tile has all rows, and nothing is merged. In both cases rows without a gradient are
+// left out if they come before the first or behind the last row with one (UsedRows).
 #include "../attention/shared/key_source.cuh"
 #include "../shared/chunk_terms.cuh"
 #include "../shared/helper.cuh"
@@ -21,19 +21,21 @@ namespace {
 using namespace prep;
 
 constexpr int kThreads = 512, kWarps = kThreads / 32;
-// With terms, more would leave too few registers for the keys that are asked for at once. 0: as ptxas finds best.
+// Thread blocks for each SM. With terms, more than two would leave too few registers for the ends that number_keys()
+// loads at once. 0: ptxas decides.
 constexpr int blocks_per_sm(bool has_terms) { return has_terms ? 2 : 0; }
-// A chunk falls into so many places: blocks of kChunkTileRows rows, or pairs of them where there are more. Twice as
-// many would be four times as many classes.
+// A chunk is divided into kPlaces places: blocks of kChunkTileRows rows, or pairs of these if there are more. Twice as
+// many places would be four times as many classes.
 constexpr int kPlaces = 16, kClasses = kPlaces * kPlaces;
 constexpr int place_blocks(int chunk_rows) { return chunk_rows > kPlaces * kChunkTileRows ? 2 : 1; }
 static_assert(kClasses <= kThreads && kMostChunkRows <= kPlaces * place_blocks(kMostChunkRows) * kChunkTileRows);
 
-// A class: keys that are first seen in the same place and last seen in the same one. A tile has all rows from where its
-// first key is seen to where its last one is, so that neighbouring classes should have both in common: keys lie by the
-// quarter of the chunk that first sees them, then by where they are last seen, and then by where they are first seen.
-// Of the orders by these two alone that were tried it left the fewest rows that see nothing of their tile, in a
-// simulation of random scores; with later ones first at the second step it would be more rows than without quarters.
+// A class: the keys whose first rows in the chunk lie in one place, and whose last rows lie in one place. A tile has
+// all rows from the first that sees any of its keys to the last, so neighbouring classes should have similar places:
+// keys are sorted by the quarter of the chunk that first sees them, then by the place that last sees them, then by the
+// place that first sees them. Of the orders by these two places that were tried, this one left the fewest rows that
+// see nothing of their tile, for random scores and in nearly all cases (docs/kernels/lists.md). If later last places
+// came first within a quarter, more such rows would be left than without quarters.
 struct SeenIn {
   int first, last;
   static constexpr int kQuarter = kPlaces / 4;
@@ -45,7 +47,7 @@ struct SeenIn {
   }
 };
 
-// From the first row that gradients come from up to behind the last one.
+// Rows begin, ..., end - 1: from the first to the last row that gradients come from.
 struct RowRange {
   int begin, end;
 };
@@ -57,14 +59,14 @@ __device__ __forceinline__ RowRange read_used_rows(const ChunkKeyListsParams& p,
 
 struct Chunk {
   const int32_t* idx;  // the list of the first row block, or of all rows
-  const int32_t* end;  // nullptr: what a row sees the later ones see, too
+  const int32_t* end;  // nullptr: later rows see all keys that a row sees
   int list_count;
-  int first_new, count;         // position behind the first row block; candidates in all
-  int position, after;          // of the chunk's rows
-  int begin;                    // of those that count
+  int first_new, count;         // position behind the first row block; keys to look at
+  int position, after;          // positions of the first row, and behind the last that counts
+  int begin;                    // position of the first row that counts (see UsedRows)
   int seqlen_k, first_row;      // first_row: in blocks of kChunkTileRows
-  int blocks_of_place, blocks;  // of kChunkTileRows: of a place; up to the last row that counts
-  bool is_seen_before;          // keys are seen by rows before their own, too
+  int blocks_of_place, blocks;  // of kChunkTileRows rows: in a place; to the last row that counts
+  bool is_seen_before;          // rows before a key's own see it, too
 
   __device__ __forceinline__ Chunk(const ChunkKeyListsParams& p, int64_t head_list, int chunk) {
     const KeyList& from = p.from;
@@ -103,8 +105,8 @@ struct Chunk {
 };
 
 struct ClassCounts {
-  int before[kWarps][kClasses];  // entries of the pass in earlier warps, from where the pass begins
-  int next[kClasses];            // place of the class's next entry
+  int before[kWarps][kClasses];  // of a pass: a warp's entries of each class; then where the first goes
+  int next[kClasses];            // place of the next entry of each class
   int start[kClasses + 1];
 };
 
@@ -157,7 +159,7 @@ __device__ __forceinline__ void place_keys(const Chunk& c, ClassCounts& s, int32
   }
 }
 
-// A warp a tile: from the classes that have keys in it.
+// The rows of each tile, from the classes that have keys in it. One warp for each tile.
 __device__ __forceinline__ void find_tile_rows(const Chunk& c, const ClassCounts& s, int2* tile_rows, int tiles) {
   const int lane = threadIdx.x % 32;
   for (int tile = threadIdx.x / 32; tile < tiles; tile += kWarps) {
@@ -179,24 +181,24 @@ __device__ __forceinline__ void find_tile_rows(const Chunk& c, const ClassCounts
   }
 }
 
-// --- the numbers of items ---------------------------------------------------------------------------------------------
+// --- the numbers of items -------------------------------------------------------------------------------------------
 
-// A gain of no more steps is not trusted: items are not all of one length.
+// The last items are only divided if this saves more steps, since the estimate takes all items to be of one length.
 constexpr int kLeastGain = 4;
-// Of more items the last ones are nothing.
+// With more items than this, the last ones take too small a part of the time.
 constexpr int kMostItems = 1 << 16;
-// Items beyond the last two for each thread block are not looked at.
+// At most this many of the last items are divided for each thread block.
 constexpr int kMostTailItems = 2;
 
-// A way to share out the last items, as one number: the lower, the sooner all is done, and of equal ones the fewer
-// chunks.
+// A way to divide the last items, as a number to be minimised: it is lower the sooner all items are done and, among
+// equal times, the fewer chunks are concerned.
 __device__ __forceinline__ uint64_t as_number(int end, int chunks, int parts) {
   return static_cast<uint64_t>(min(end, 0xffffff)) << 40 | static_cast<uint64_t>(chunks) << 16 |
          static_cast<uint64_t>(parts);
 }
 
-// The chunks that the last items are of, and how many items their tiles become, where that leaves fewer thread blocks
-// without work at the end. Whole warp.
+// Chooses the chunks whose items are divided, and into how many parts, if all items are then done sooner (see
+// ListEnd). These are the last items. Whole warp.
 __device__ __forceinline__ void share_out_tail(const ChunkKeyListsParams& p, const int32_t* items_of_chunk) {
   const int lane = threadIdx.x % 32, chunks = p.to.keys.blocks;
   int64_t sum = 0;
@@ -206,7 +208,7 @@ __device__ __forceinline__ void share_out_tail(const ChunkKeyListsParams& p, con
   const int all = static_cast<int>(sum);
   const ListEnd end(p.blocks, all, p.group_heads, p.steps_of_head, p.steps_of_prologue);
   uint64_t best = as_number(max(end.of_whole() - kLeastGain, 0), 0, 1);
-  // The first chunks come last.
+  // Items are numbered from the last chunk on, so that the first chunks have the last items.
   int before = 0;
   for (int first = 0; first < chunks && before <= kMostTailItems * p.blocks; first += 32) {
     const int own = first + lane < chunks ? __ldcg(items_of_chunk + first + lane) : 0;
@@ -225,7 +227,8 @@ __device__ __forceinline__ void share_out_tail(const ChunkKeyListsParams& p, con
     p.numbers->tail_parts = static_cast<int>(best & 0xffff);
   }
 }
-// Of each chunk its longest list becomes the rows before it: see ListNumbers. Whole warp.
+// Replaces the tiles of each chunk's longest list by the number of rows that come before the chunk's: see ListNumbers.
+// Whole warp.
 __device__ __forceinline__ void number_rows(const ChunkKeyListsParams& p, int32_t* rows_of_chunk) {
   const int lane = threadIdx.x % 32, chunks = p.to.keys.blocks;
   int rows = 0;
@@ -237,11 +240,11 @@ __device__ __forceinline__ void number_rows(const ChunkKeyListsParams& p, int32_
   }
   if (lane == 0) p.numbers->rows = rows;
 }
-// So many are put together.
+// How many lists the launch writes.
 __host__ __device__ inline int64_t lists_of(const ChunkKeyListsParams& p) {
   return static_cast<int64_t>(p.to.keys.batch) * (p.to.keys.heads / p.head_step) * p.to.keys.blocks;
 }
-// Counts the tiles of a chunk's list; the last list of all numbers items and finds the tail. Whole warp.
+// Counts the tiles of a chunk's list. The warp that counts the last list of all also numbers the items. Whole warp.
 __device__ __forceinline__ void count_items(const ChunkKeyListsParams& p, int chunk, int tiles) {
   int32_t* const items_of_chunk = reinterpret_cast<int32_t*>(p.numbers + 1);
   int32_t* const rows_of_chunk = items_of_chunk + p.to.keys.blocks;
@@ -259,25 +262,26 @@ __device__ __forceinline__ void count_items(const ChunkKeyListsParams& p, int ch
   share_out_tail(p, items_of_chunk);
 }
 
-// --- the rows of ChunkTerms, and the places of CarriedTerms -----------------------------------------------------------
+// --- the rows of ChunkTerms, and the places of CarriedTerms ---------------------------------------------------------
 
-// Blocks of kTermKeys keys of a list head: the rows of a key begin where those of the keys before it end. Each block
-// counts the rows of all keys before its own by itself, which takes less than to wait for those who have them. A warp
-// has kKeysOfLane times 32 neighbouring keys.
+// A block has kTermKeys keys of a list head, and a warp of it 32 * kKeysOfLane neighbouring ones. The rows of a key
+// begin where those of the keys before it end. Each block counts the rows of all keys before its own by itself, which
+// takes less time than waiting for the blocks that have these keys.
 constexpr int kKeysOfLane = 8, kTermKeys = kThreads * kKeysOfLane;
 
 struct TermBlocks {
   TermRange range;
   uint32_t* carried_places;  // as in CarriedTerms; nullptr: none
   int32_t carried_keys;
-  int32_t of_head;  // blocks
+  int32_t of_head;  // blocks for each list head
 };
 struct TermSums {
-  uint32_t before[kWarps], own[kWarps];  // of the keys that each warp has counted; of its own keys
+  uint32_t before[kWarps], own[kWarps];  // counted by each warp: of keys before the block; of its own
 };
 
-// Numbers one thing of each of the first `keys` keys, by what count_of() says of a key's rows: place_of() takes the
-// rows and how many there are of the keys before. All numbers are unsigned, since intervals of the caller may be any.
+// A prefix sum over the first `keys` keys. A key counts as much as count_of(its rows) says, and gets the number
+// place_of(its rows, sum over the keys before it), which has to be that sum plus a constant of the key. Sums are
+// unsigned: intervals of the caller may be any, so that sums may overflow.
 template <class CountOf, class PlaceOf>
 __device__ __forceinline__ void number_keys(const TermRange& t, int keys, int block, const int32_t* end, TermSums& sums,
                                             uint32_t* to, const CountOf& count_of, const PlaceOf& place_of) {
@@ -293,7 +297,7 @@ __device__ __forceinline__ void number_keys(const TermRange& t, int keys, int bl
   }
   before = __reduce_add_sync(kFullWarp, before);
   const int first_key = first_of_block + warp * (32 * kKeysOfLane) + lane;
-  int ends[kKeysOfLane];  // asked for at once. 0: nothing counts of a key that there is not, as no row sees it
+  int ends[kKeysOfLane];  // loaded at once. 0 for keys that do not exist: no row sees such a key, so it counts nothing
 #pragma unroll
   for (int i = 0; i < kKeysOfLane; ++i) {
     const int key = first_key + 32 * i;
@@ -318,7 +322,7 @@ __device__ __forceinline__ void number_keys(const TermRange& t, int keys, int bl
   }
 }
 
-// The rows of ChunkTerms that the keys of a block have.
+// Fills ChunkTerms::first for the keys of a block.
 __device__ __forceinline__ void place_terms(const TermRange& t, int block, const int32_t* end, TermSums& sums,
                                             int32_t* to) {
   const auto count_of = [&](const RowsOfKey& rows) -> uint32_t { return find_chunks_of_key(t, rows).count; };
@@ -328,7 +332,7 @@ __device__ __forceinline__ void place_terms(const TermRange& t, int block, const
   number_keys(t, t.seqlen_k, block, end, sums, reinterpret_cast<uint32_t*>(to), count_of, place_of);
 }
 
-// The places of CarriedTerms: both numbers of a key in one word.
+// Fills CarriedTerms::places for the keys of a block: both numbers of a key are counted in one word.
 __device__ __forceinline__ void place_carried(const TermRange& t, int keys, int block, const int32_t* end,
                                               TermSums& sums, uint32_t* to) {
   const auto count_of = [&](const RowsOfKey& rows) -> uint32_t {
@@ -337,14 +341,14 @@ __device__ __forceinline__ void place_carried(const TermRange& t, int keys, int 
   number_keys(t, keys, block, end, sums, to, count_of, [](const RowsOfKey&, uint32_t before) { return before; });
 }
 
-// --- sums that start as zeros -----------------------------------------------------------------------------------------
+// --- sums that start as zeros ---------------------------------------------------------------------------------------
 
-// Of dk and dv a block clears the rows of so many keys of a kv head, of dq so many 16 bytes a thread.
+// A block clears dk and dv of kClearedKeys keys of a kv head, or kClearedQuads times 16 bytes of dq for each thread.
 constexpr int kClearedKeys = 64, kClearedQuads = 8;
 
 struct ClearBlocks {
-  Divisor quads;    // 16 bytes of a row of dk or dv
-  int64_t of_keys;  // blocks for dk and dv; those for dq come behind
+  Divisor quads;    // of 16 bytes in a row of dk or dv
+  int64_t of_keys;  // blocks for dk and dv; behind them come those for dq
   int64_t all;
 };
 
@@ -368,7 +372,7 @@ __device__ __forceinline__ void clear_dq(const ListSums& sums, int64_t block) {
   }
 }
 
-// `rows`: shared memory.
+// Clears the sums of dk and dv of those keys of a block that any row sees. `rows`: in shared memory.
 __device__ __forceinline__ void clear_seen_keys(const ListSums& sums, const SeenKeys& seen, const Divisor& quads_of_row,
                                                 int64_t block, int (&rows)[kClearedKeys]) {
   __shared__ int warp_sums[32];
@@ -392,8 +396,8 @@ __device__ __forceinline__ void clear_seen_keys(const ListSums& sums, const Seen
   }
 }
 
-// kHasTerms: the first blocks place the terms of the list heads, while the others put lists together. The last ones
-// clear sums.
+// kHasTerms: the first blocks place the terms of the list heads while the next ones merge lists. The last blocks clear
+// sums.
 template <bool kHasTerms>
 __global__ void __launch_bounds__(kThreads, blocks_per_sm(kHasTerms))
     chunk_key_lists_kernel(const __grid_constant__ ChunkKeyListsParams p, const __grid_constant__ TermBlocks terms,
@@ -408,7 +412,7 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(kHasTerms))
               blocks = heads * terms.of_head;
     const int kinds = terms.carried_places != nullptr ? 2 : 1;
     if (list < blocks * kinds) {
-      // The last keys of all heads first: most come before them.
+      // Blocks with the last keys of each head come first, since they count the most keys before their own.
       const int pair = static_cast<int>(list % heads), row = static_cast<int>(list / heads);
       const int block = terms.of_head - 1 - row / kinds;
       const int64_t batch = pair / heads_of_batch, head_of_batch = pair % heads_of_batch * p.head_step;
@@ -446,7 +450,8 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(kHasTerms))
   }
 }
 
-// Tiles of lists for all rows: a thread each.
+// The rows of the tiles of lists for all rows, one thread for each tile. Lists are ascending: the first key of a tile
+// is seen first.
 __global__ void __launch_bounds__(kThreads) whole_list_tiles_kernel(const ChunkKeyListsParams p) {
   follow_previous_kernel();
   const KeyList& keys = p.from;

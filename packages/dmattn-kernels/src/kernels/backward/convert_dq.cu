@@ -11,8 +11,8 @@ using namespace prep;
 // Columns added to a row of the tile in shared memory, so that the eight rows of a fragment fall on different banks.
 constexpr int kDqPad = 8;
 
-// Reads the tile as the backward kernel's threads wrote it (layout.threads threads, four registers of each m16n8
-// fragment at a time) and puts it, rounded, into a row-major tile.
+// For DqOrder::kRegisters. Reads the tile as the backward kernel's threads wrote it (layout.threads threads, four
+// registers of each m16n8 fragment at a time) and puts it, rounded, into a row-major tile.
 template <class Element>
 __device__ __forceinline__ void load_dq_fragments(const ConvertDqParams& p, int64_t tile, uint32_t* smem) {
   const DqTileLayout& t = p.layout;
@@ -34,14 +34,15 @@ __device__ __forceinline__ void load_dq_fragments(const ConvertDqParams& p, int6
   }
 }
 
-// Likewise where each thread's four registers of a fragment lie side by side. A warp has 16 rows, of the tile or of the
-// transposed tile, and the fragments of them one behind the other.
+// The same for the other orders, in which the four registers that a thread has of a fragment lie side by side. A warp
+// has 16 rows, of the tile or of the transposed tile, and its fragments lie one behind the other.
 template <class Element, bool kTransposed>
 __device__ __forceinline__ void load_dq_vectors(const ConvertDqParams& p, int64_t tile, uint16_t* smem) {
   const DqTileLayout& t = p.layout;
   const int thread = threadIdx.x % 128, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int fragments = t.block_m * t.head_dim_tile / (4 * t.threads);
-  // Columns beyond `dims`, which nobody reads from the tile, would be the last fragments of all.
+  // Columns from `dims` on would be in the last fragments. They are not in memory, and nobody reads them from the
+  // tile.
   const int first = static_cast<int>(threadIdx.x / 128) * fragments;  // of this warpgroup
   const int own_fragments = min(fragments, t.block_m * t.dims / 512 - first);
   const int row = warp % t.warps_m * 16 + lane / 4, col0 = warp / t.warps_m * 8 * fragments + 2 * (lane % 4);
@@ -65,8 +66,8 @@ __device__ __forceinline__ void load_dq_vectors(const ConvertDqParams& p, int64_
   }
 }
 
-// As many threads as the largest tile has, and blocks an SM that leave them enough registers: with a limit of 1024
-// threads ptxas takes 32 registers and spills.
+// 512 threads are those of the largest tile, and three blocks for each SM leave them enough registers. With a limit of
+// 1024 threads ptxas takes 32 registers and spills.
 template <class Element>
 __global__ void __launch_bounds__(512, 3) convert_dq_kernel(const ConvertDqParams p) {
   extern __shared__ __align__(16) uint32_t smem[];

@@ -11,10 +11,11 @@ using namespace prep;
 
 constexpr int kThreads = 256;
 constexpr int kRows = 64;  // rows of one (batch, head) a block
-// Of what a block clears. The sums of dq of its rows, the most of it in most calls, are 64 KB at head_dim 256.
+// The most that a block clears. In most calls the larger part of that is the sums of dq of its rows: 64 KB at head_dim
+// 256.
 constexpr int64_t kMostClearedBytes = int64_t{128} << 10;
 
-// The rows of the tensors that kRows entries of the results from row0 on stand for: the others are padding.
+// The rows of the tensors that belong to the results from row0 on. Results behind the first `count` are padding.
 struct Rows {
   int first, count;
 };
@@ -25,7 +26,7 @@ __device__ __forceinline__ Rows find_rows(const BwdPreprocessParams& p, int row0
   return {found.first + skipped, found.rows - skipped};
 }
 
-// The blocks share it evenly, neighbours writing one behind the other.
+// Clears a range with all blocks of the grid; neighbouring blocks write neighbouring memory.
 __device__ __forceinline__ void clear(const ClearedRange& cleared) {
   uint4* const words = static_cast<uint4*>(cleared.begin);
   const int64_t count = static_cast<int64_t>(cleared.bytes / sizeof(uint4));
@@ -39,12 +40,12 @@ __device__ __forceinline__ float read_dlse(const BwdPreprocessParams& p, int b, 
   return __ldg(p.dlse + row_offset(p.dlse_stride, b, h, row));
 }
 
-// Whether any of eight 16-bit numbers is not zero, whatever its sign.
+// Whether any of eight 16-bit numbers is neither 0 nor -0.
 __device__ __forceinline__ bool has_nonzero(uint4 chunk) {
   return ((chunk.x | chunk.y | chunk.z | chunk.w) & 0x7fff7fffu) != 0;
 }
 
-// UsedRows, from `used` of each row from row0 on, of which the first two warps have one a lane. Whole warp.
+// Adds to UsedRows the row row0 + threadIdx.x of each lane, if it is `used`. Called by the first two warps as a whole.
 __device__ __forceinline__ void find_used_rows(const BwdPreprocessParams& p, int b, int h, int row0, bool used) {
   const uint32_t rows = __ballot_sync(kFullWarp, used);
   if (rows == 0 || threadIdx.x % 32 != 0) return;
@@ -54,15 +55,15 @@ __device__ __forceinline__ void find_used_rows(const BwdPreprocessParams& p, int
   const int values[2] = {first + 32 - __clz(rows), p.seqlen_q - (first + __ffs(rows) - 1)};
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    // Where all heads and batches share a list, nearly all find that others have gone as far.
+    // A read first saves most of the atomics: where heads and batches share a list, others have mostly stored as much.
     int* const found = to.found + 2 * list + i;
     if (*static_cast<volatile int*>(found) < values[i]) atomicMax(found, values[i]);
   }
 }
 
-// kLanes lanes hold a row, eight columns each. Heads are the fastest block index: in the usual (b, s, h, d) layout
-// the blocks in flight together then read one contiguous range. kFindsRows: of UsedRows. Those who do not ask for them
-// have kernels that keep more loads on their way.
+// kLanes lanes hold a row, eight columns each. Heads are the fastest block index: in the usual (b, s, h, d) layout the
+// blocks in flight together then read one contiguous range. kFindsRows: finds UsedRows. Calls without these have
+// kernels of their own, which have more loads in flight.
 template <class Element, int kLanes, bool kVec, bool kFindsRows>
 __global__ void __launch_bounds__(kThreads) preprocess_kernel(const BwdPreprocessParams p, const Cleared cleared) {
   follow_previous_kernel();
@@ -128,7 +129,7 @@ __global__ void __launch_bounds__(kThreads) preprocess_kernel(const BwdPreproces
   float lse = -INFINITY;
   if (row < own.count) lse = __ldg(p.lse + row_offset(p.lse_stride, b, h, own.first + row));
   float delta = 0.f;
-  if (lse == -INFINITY) {  // keeps nothing: exp(score - inf) is 0
+  if (lse == -INFINITY) {  // a row that keeps nothing: exp(score - inf) is 0
     lse = INFINITY;
   } else {
     delta = dots[row];

@@ -23,7 +23,7 @@ struct CompensatedSum {
   }
 };
 
-// The summed values, addressed by (b, h, position): positions are keys or rows.
+// The values to be summed, addressed by (b, h, position). Positions are keys or rows.
 struct ColumnSource {
   __device__ __forceinline__ static float load(const ReduceDbiasParams& p, int b, int h, int pos) {
     return __ldg(p.src + (static_cast<int64_t>(b) * p.nheads + h) * p.seqlen_k + pos);
@@ -60,7 +60,7 @@ __device__ __forceinline__ void store_as(void* dst, Dtype dtype, int64_t i, floa
   }
 }
 
-// One entry for every position: 32 of them a block, a warp reading 128 consecutive bytes a term.
+// One entry of dbias for each position. A block has 32 positions, and a warp reads 128 consecutive bytes of a term.
 template <class Source>
 __global__ void __launch_bounds__(kThreads) sum_terms_kernel(const ReduceDbiasParams p, int positions, bool zero) {
   follow_previous_kernel();
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kThreads) sum_terms_kernel(const ReduceDbiasPa
   store_as(p.dbias, p.dtype, static_cast<int64_t>(out) * positions + pos, sum);
 }
 
-// One entry for all positions together: a block an entry.
+// One entry of dbias for all positions together, each by one block.
 constexpr int kSumAllThreads = 1024;
 
 template <class Source>
@@ -120,7 +120,7 @@ cudaError_t reduce(const ReduceDbiasParams& p, int positions, bool per_position,
   return launch(sum_all_kernel<Source>, outs, kSumAllThreads, 0, stream, p, positions, zero);
 }
 
-// Eight elements a thread, for arrays that start on 16 bytes; `n` counts groups of eight.
+// Eight elements for each thread, of arrays that start on 16 bytes; `n` counts groups of eight.
 template <class Element>
 __global__ void __launch_bounds__(kThreads) convert_chunks_kernel(const float* src, uint16_t* dst, int64_t n) {
   follow_previous_kernel();
@@ -137,8 +137,8 @@ __global__ void __launch_bounds__(kThreads)
   if (i < n) store_as(dst, dtype, i, __ldg(src + i));
 }
 
-// Rows that begin on 16 bytes and end anywhere, a number at a time: the result begins on any two bytes. Blocks are
-// numbered along the rows; a thread has some numbers of a row, a block apart.
+// Rounds rows of sums whose results may start at any element, and so one number at a time. Blocks are numbered along
+// the rows; a thread has kRowNumbers numbers of a row, kThreads apart.
 constexpr int64_t kRowNumbers = 4, kRowBlockKeys = kThreads * kRowNumbers;
 
 __global__ void __launch_bounds__(kThreads)

@@ -15,7 +15,7 @@ using namespace prep;
 
 constexpr int kThreads = kRowChunkThreads;
 
-// dk or dv, 16-bit (batch, seqlen_k, nheads_k, head_dim), and the fp32 it is made of.
+// dk or dv, 16-bit (batch, seqlen_k, nheads_k, head_dim), and the fp32 sums that it is rounded from.
 struct GradOut {
   const float* src;
   uint16_t* dst;
@@ -26,7 +26,7 @@ struct GradPair {
   GradOut grad[2];
 };
 
-// Fills `outs` with dk and dv, as far as they are asked for, and returns how many they are.
+// Fills `outs` with dk and dv, if they are asked for, and returns how many of the two are.
 int grad_outs(const BwdParams& p, const float* dk_src, const float* dv_src, GradPair& outs) {
   int n = 0;
   if (p.dk != nullptr) outs.grad[n++] = {dk_src, static_cast<uint16_t*>(p.dk), p.dk_stride, p.vec_dk};
@@ -40,13 +40,13 @@ struct ReduceDkvParams {
   GradPair outs;
   KeyList keys;
   const int32_t* schedule;  // nullptr: tiled
-  bool is_summed;           // one slot a tile; otherwise one for each of its splits
+  bool is_summed;           // a tile has one slot, to which its splits were added; otherwise one for each split
   int32_t num_outs, num_splits, batch, nheads_k, head_ratio, seqlen_k, head_dim, block_n, head_dim_tile;
 };
 
 // Where the rows of a tile of keys go.
 struct DkvTile {
-  int b, hk, pos0, count;  // count: positions of the whole list (tiled: keys)
+  int b, hk, pos0, count;  // count: positions of the whole list (tiled: of all keys)
   const int32_t* idx;      // position -> key; nullptr: the same
 };
 
@@ -56,7 +56,8 @@ __device__ __forceinline__ DkvTile find_tile(const ReduceDkvParams& p, int tile)
     const int list = tile / n_blocks;
     return {list / p.nheads_k, list % p.nheads_k, tile % n_blocks * p.block_n, p.seqlen_k, nullptr};
   }
-  // The last list whose first tile is not past this one; lists without tiles share their successor's first.
+  // The last list whose first tile is not past this one. A list without tiles has the same first tile as the next
+  // list.
   const int32_t* first_tile = p.schedule + 2;
   int low = 0, high = p.batch * p.nheads_k;
   while (high - low > 1) {
@@ -70,8 +71,8 @@ __device__ __forceinline__ DkvTile find_tile(const ReduceDkvParams& p, int tile)
           p.keys.idx + list * p.keys.capacity};
 }
 
-// Eight columns a thread; a block takes kThreads of a tile's chunks at a time, blocks stride over all of them (the
-// number of gathered tiles is known on the device only).
+// A thread sums eight columns, a chunk. A block takes kThreads of a tile's chunks at a time and strides over all
+// tiles, since the number of gathered tiles is known on the device only.
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
     reduce_dkv_kernel(const __grid_constant__ ReduceDkvParams p, int64_t work_items) {
@@ -146,14 +147,14 @@ struct ReduceTermsParams {
   TermRange range;
   int32_t keys_of_block, blocks_of_head;
   int32_t nheads, nheads_k, head_ratio, head_dim;
-  int32_t group_begin;  // of a group, the query head to whose sums of dbias this round's are added
+  int32_t group_begin;  // the query head of each group to whose sums of dbias this round's are added
 };
 
-// A key whose sums the round has a part in. Intervals may be the caller's: rows and places beyond those that there are
-// do not count.
+// A key to whose sums the round contributes. Its interval may come from the caller and be wrong: rows and places that
+// do not exist are left out.
 struct TermKey {
-  int64_t begin, end;  // its rows of ChunkTerms
-  int64_t from, to;    // its rows of CarriedTerms; kNone, or kLost where there is no such row
+  int64_t begin, end;  // its rows of ChunkTerms: begin, ..., end - 1
+  int64_t from, to;    // its rows of CarriedTerms; kNone: it has none; kLost: the row does not exist
   int32_t key;
   static constexpr int64_t kNone = -1, kLost = -2;
 
@@ -178,12 +179,13 @@ struct TermKey {
   }
 };
 
-// Keys of a block. It waits for the rows of a key some times, one after the other, so that all blocks should run at
-// once; up to so many keys they do with the fewer keys.
+// Keys of a block. A block waits several times for the rows of its keys, so all blocks should run at once. With up to
+// kKeysOfManyBlocks keys of all heads together they do, even if each block has only kFewestKeysOfBlock keys.
 constexpr int kFewestKeysOfBlock = 64, kMostKeysOfBlock = 128, kKeysOfManyBlocks = 1 << 15;
 static_assert(kMostKeysOfBlock <= kThreads);
 
-// Of the keys of a block those whose sums the round has a part in, which in long sequences are few. Returns how many.
+// Finds those keys of a block to whose sums the round contributes; in long sequences they are few. Returns their
+// number.
 __device__ __forceinline__ int find_term_keys(const ReduceTermsParams& p, int b, int hk, int first_key,
                                               TermKey (&found)[kMostKeysOfBlock], int (&warp_sums)[32]) {
   const int key = first_key + static_cast<int>(threadIdx.x);
@@ -202,9 +204,9 @@ __device__ __forceinline__ int find_term_keys(const ReduceTermsParams& p, int b,
   return count;
 }
 
-// A key that is seen for long has a row in each of many chunks: so many are on their way at once, of four columns a
-// thread. Blocks of an SM are named because ptxas would otherwise save registers, and let each load wait for an earlier
-// one.
+// A key that is seen for long has a row in each of many chunks. A thread sums four columns of them and has the loads
+// of kTermsAtOnce rows in flight. The blocks for each SM are given because ptxas would otherwise save registers by
+// letting each load wait for an earlier one.
 constexpr int kTermsAtOnce = 8, kTermColumns = 4, kTermBlocksPerSm = 4;
 
 __device__ __forceinline__ void sum_terms(float4& acc, const float* from, int rows, int head_dim) {
@@ -225,7 +227,7 @@ __device__ __forceinline__ void sum_terms(float4& acc, const float* from, int ro
     }
   }
 }
-// Rounded; `vec`: rows start on 16 bytes.
+// Stores four columns, rounded. `vec`: rows start on 16 bytes.
 template <class Element>
 __device__ __forceinline__ void store_columns(uint16_t* dst, const float4& x, bool vec) {
   const uint2 packed = make_uint2(Half2<Element>::pack(x.x, x.y), Half2<Element>::pack(x.z, x.w));
@@ -239,7 +241,7 @@ __device__ __forceinline__ void store_columns(uint16_t* dst, const float4& x, bo
   dst[3] = static_cast<uint16_t>(packed.y >> 16);
 }
 
-// Some columns of dk or dv of a key.
+// Sums kTermColumns columns of dk or dv of a key, from column `col` on.
 template <class Element>
 __device__ __forceinline__ void sum_columns(const ReduceTermsParams& p, const TermKey& key, int b, int hk, bool is_dk,
                                             int col) {
@@ -276,7 +278,8 @@ __device__ __forceinline__ void sum_dbias(const ReduceTermsParams& p, const Term
   *to = sum;
 }
 
-// A block has some keys of a (batch, kv head), and its threads share out the columns of those that count.
+// A block has neighbouring keys of a (batch, kv head). Its threads divide the columns of those that find_term_keys()
+// finds.
 template <class Element>
 __global__ void __launch_bounds__(kThreads, kTermBlocksPerSm)
     reduce_chunk_terms_kernel(const __grid_constant__ ReduceTermsParams p) {
@@ -318,7 +321,8 @@ cudaError_t reduce_dkv(const BwdParams& p, Dtype dtype, int block_n, int head_di
   r.head_dim_tile = head_dim_tile;
   const int64_t tiles = static_cast<int64_t>(p.batch) * p.nheads_k * ceil_div(p.seqlen_k, block_n);
   const int64_t items = tiles * r.num_outs * ceil_div(block_n * head_dim_tile / 8, kThreads);
-  // Gathered tiles are usually far fewer than `tiles`: no more blocks than a few waves, which stride.
+  // Gathered tiles are usually far fewer than `tiles`, so a few waves of blocks are enough, which stride over the
+  // tiles.
   const int64_t blocks = p.schedule != nullptr ? std::min<int64_t>(items, 2048) : std::min<int64_t>(items, INT32_MAX);
   return with_half_type(dtype, [&](auto element) {
     return launch(reduce_dkv_kernel<decltype(element)>, blocks, kThreads, 0, stream, r, items);

@@ -1,4 +1,5 @@
-// Before the backward kernel over lists of keys: which tiles there are, and into how many parts they are split.
+// Before the backward kernel over lists of keys: which tiles each list has, and into how many splits the tiles are
+// divided.
 #include "../attention/shared/key_source.cuh"
 #include "../shared/helper.cuh"
 #include "backward.h"
@@ -10,7 +11,7 @@ using namespace prep;
 
 constexpr int kScheduleThreads = 1024;
 
-// Share of the places that work, averaged over the waves of so many equal blocks.
+// The share of places that are busy, averaged over the waves that equal `blocks` take. places: blocks that run at once.
 __device__ __forceinline__ float fill(int blocks, int places) {
   return static_cast<float>(blocks) / static_cast<float>(ceil_div(blocks, places) * places);
 }

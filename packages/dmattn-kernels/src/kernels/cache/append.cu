@@ -1,4 +1,4 @@
-// Putting tokens into a cache: find the entry that makes room, write the token there.
+// Putting tokens into a cache: finds the entry that makes room, and writes the token there.
 #include <type_traits>
 
 #include "cache.h"
@@ -12,7 +12,7 @@ using namespace prep;
 
 constexpr int kThreads = 256;
 
-// The 16 bits or 32 of a score, and its value.
+// The bits of a score (16 or 32), and the value that they stand for.
 template <class Score>
 using Bits = std::conditional_t<sizeof(Score) == 4, uint32_t, uint16_t>;
 template <class Score>
@@ -32,7 +32,7 @@ __device__ __forceinline__ void copy_row(void* dst, const void* src, int head_di
   }
 }
 
-// By all threads of a block.
+// Writes token t to entry `slot`. By all threads of a block.
 template <class Score>
 __device__ __forceinline__ void write_entry(const CacheAppendParams& p, int b, int h, int t, int slot, int position) {
   const uint16_t* k = static_cast<const uint16_t*>(p.k_new) + row_offset(p.k_new_stride, b, h, t);
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kThreads) append_kernel(const CacheAppendParam
   }
 }
 
-// After all blocks of append_kernel have read it.
+// A launch of its own, since all blocks of append_kernel read `seen`.
 __global__ void advance_kernel(const CacheAppendParams p) {
   follow_previous_kernel();
   const int b = blockIdx.x * blockDim.x + threadIdx.x;

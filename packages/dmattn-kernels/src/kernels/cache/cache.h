@@ -9,14 +9,14 @@
 
 namespace dmattn {
 
-// All tokens, one after the other. evict: the lowest entry (lowest score, among equals the earliest position) makes
-// room when the token's score is not lower; a token whose score is NaN or -inf is never kept. Otherwise a token goes to
-// the entry of its position, with a score of -inf for NaN, and is skipped (not counted in `seen` either) when there is
-// none.
+// Puts all tokens in, one after the other. With p.evict, the lowest entry (lowest score, among equals the earliest
+// position) makes room if the token's score is not lower; a token whose score is NaN or -inf is never kept. Without
+// it, a token goes to the entry of its position, where a score of NaN becomes -inf; if there is no such entry, it is
+// skipped, and not counted in `seen` either.
 cudaError_t cache_append(const CacheAppendParams& p, cudaStream_t stream);
 
-// A draft: up to kMaxDraft tokens that are not put in yet. Their keys and values go to the rows behind the entries, and
-// p.draft says what would become of each, by the rules of evict. The entries stay as they are.
+// A draft: up to kMaxDraft tokens that are not put in yet. Writes their keys and values to the rows behind the
+// entries, and to p.draft what would become of each token with p.evict. The entries stay as they are.
 cudaError_t cache_draft(const CacheDraftParams& p, cudaStream_t stream);
 // Puts the first p.count tokens of each sequence in, as cache_append() would have done in the same state of the cache.
 cudaError_t cache_commit(const CacheDraftParams& p, cudaStream_t stream);

@@ -1,8 +1,8 @@
-// Drafts of a cache of the best keys: what becomes of each token if all of them are put in, one after the other, and
-// putting the first ones in.
+// Drafts of a cache of the best keys: finds what becomes of each token if all are put in, one after the other, and
+// later puts the first ones in.
 //
-// As many tokens push out no others than as many of the lowest entries, in their order, or one another. So the lowest
-// entries are searched for once, and one warp then goes through the tokens.
+// t tokens can push out only the t lowest entries, lowest first, or one another. So the lowest entries are searched
+// for once, and one warp then goes through the tokens.
 #include "cache.h"
 #include "entry.cuh"
 #include "score.cuh"
@@ -13,9 +13,9 @@ namespace {
 using namespace prep;
 
 constexpr int kThreads = 512, kWarps = kThreads / 32;
-constexpr int kAhead = 8;  // entries that a thread holds in registers; of larger caches it reads the others again
+constexpr int kAhead = 8;  // entries that a thread holds in registers; any further ones are read again in each search
 
-// What a thread knows of the entries of a head, and the search of a warp for the lowest of them, one after the other.
+// The entries of a head that a thread looks at, and a warp's search for the lowest of them, one after the other.
 template <class Score>
 struct EntrySearch {
   const Score* scores;
@@ -26,7 +26,7 @@ struct EntrySearch {
   __device__ __forceinline__ CacheEntry read(int slot) const {
     return make_cache_entry(static_cast<float>(scores[slot]), positions[slot], slot);
   }
-  // As they are read: to look at them would be to wait for them.
+  // Scores and positions as they are read. They are converted later, since a conversion would wait for the load.
   struct Reads {
     Score score[kAhead];
     int32_t position[kAhead];
@@ -47,7 +47,7 @@ struct EntrySearch {
       if (slot < entries) held[i] = make_cache_entry(static_cast<float>(reads.score[i]), reads.position[i], slot);
     }
   }
-  // The lowest one behind `last`; an empty one where there is none.
+  // The warp's lowest entry above `last`; an empty one if there is none.
   __device__ __forceinline__ CacheEntry next(const CacheEntry& last) const {
     CacheEntry low;
     const auto look_at = [&](const CacheEntry& e) {
@@ -76,14 +76,14 @@ struct DraftChunk {
     col = i % chunks * 8;
   }
   static __device__ __forceinline__ int count(const CacheDraftParams& p) { return 2 * p.tokens * (p.head_dim / 8); }
-  // Where a row of the cache has the chunk.
+  // The address of this chunk in a row of the cache.
   __device__ __forceinline__ uint16_t* in_cache(const CacheDraftParams& p, int b, int h, int row) const {
     auto* rows = static_cast<uint16_t*>(is_value ? p.v_cache : p.k_cache);
     return rows + row_offset(is_value ? p.v_stride : p.k_stride, b, h, row) + col;
   }
 };
 
-// To the rows behind the entries.
+// Copies new tokens to the rows behind the cache's entries.
 struct DraftCopy {
   const CacheDraftParams& p;
   int b, h;
@@ -96,7 +96,7 @@ struct DraftCopy {
     store_chunk(x.in_cache(p, b, h, p.capacity + x.t), chunk, p.vec_cache);
   }
 };
-// From there to the entries of these tokens; -1: nowhere.
+// Copies tokens from those rows to the entries `slots`; -1: the token is not copied.
 struct CommitCopy {
   const CacheDraftParams& p;
   int b, h;
@@ -109,7 +109,7 @@ struct CommitCopy {
     if (slots[x.t] >= 0) store_chunk(x.in_cache(p, b, h, slots[x.t]), chunk, p.vec_cache);
   }
 };
-// By all threads: a thread's first chunk, `own`, is read ahead.
+// A copy by all threads: read_first() reads a thread's first chunk, `own`, ahead of time, and finish() does the rest.
 template <class Copy>
 __device__ __forceinline__ uint4 read_first(const Copy& copy, const DraftChunk& own) {
   return threadIdx.x < DraftChunk::count(copy.p) ? copy.read(own) : make_uint4(0, 0, 0, 0);
@@ -124,14 +124,14 @@ __device__ __forceinline__ void finish(const Copy& copy, const DraftChunk& own, 
   }
 }
 
-// By one warp: a lane has a token, and the entries that another warp has found, lowest first.
-// `score`: of the lane's token, -inf where there is none. `seen`: of the sequence.
+// By the first warp. Each lane has a token and, for one of the warps, the list of the lowest entries that it has
+// found, lowest first. `score`: of the lane's token, -inf if there is none. `seen`: of the sequence.
 __device__ __forceinline__ DraftToken place_token(const CacheDraftParams& p, float score, int seen,
                                                   const CacheEntry (&lowest)[kWarps][kMaxDraft]) {
   const int lane = threadIdx.x;
   const int position = next_cache_position(seen, p.tokens);
   DraftToken token = {-1, p.tokens, score, position + lane};
-  CacheEntry entry, own;  // the lowest that is left of the other warp's, and this lane's token while it is held
+  CacheEntry entry, own;  // the lowest entry left in the lane's list; the lane's token while the cache holds it
   int taken = 0;
   if (lane < kWarps) entry = lowest[lane][0];
 #pragma unroll 1
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kThreads) draft_kernel(const CacheDraftParams 
   const int h = blockIdx.x % p.nheads_k, b = blockIdx.x / p.nheads_k;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * p.capacity;
   EntrySearch<Score> search{static_cast<const Score*>(p.score) + first, p.position + first, p.capacity};
-  // All reads go out before any of them is waited for.
+  // All reads are issued before any of them is waited for.
   typename EntrySearch<Score>::Reads reads;
   search.load(reads);
   const DraftCopy copy{p, b, h};
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(kThreads) draft_kernel(const CacheDraftParams 
   }
   search.hold(reads);
   finish(copy, own, chunk);
-  CacheEntry last = {0, 0, -1};  // before all others
+  CacheEntry last = {0, 0, -1};  // lower than all entries
 #pragma unroll 1
   for (int t = 0; t < p.tokens; ++t) {
     last = search.next(last);
@@ -204,17 +204,18 @@ __device__ __forceinline__ int read_count(const CacheDraftParams& p, int b) {
 // can be written at once.
 template <class Score>
 __global__ void __launch_bounds__(kThreads) commit_kernel(const CacheDraftParams p) {
-  __shared__ int32_t slots[kMaxDraft];  // of the tokens that are put in and stay; else -1
+  __shared__ int32_t slots[kMaxDraft];  // entries of the tokens that are put in and stay; else -1
   follow_previous_kernel();
   const int h = blockIdx.x % p.nheads_k, b = blockIdx.x / p.nheads_k;
   const CommitCopy copy{p, b, h, slots};
   const DraftChunk own(p, threadIdx.x);
-  // By the last warp, which has no chunk where tokens are few: what the others read does not wait for the count.
+  // By the last warp, which has no chunk to copy where tokens are few: the reads of the other warps do not wait for
+  // the count.
   const int t = static_cast<int>(threadIdx.x) - (kThreads - 32);
   if (t >= 0 && t < p.tokens) {
     const DraftToken token = p.draft[static_cast<int64_t>(blockIdx.x) * p.tokens + t];
     const bool is_first = h == 0 && t == 0;
-    const int seen = is_first ? p.seen[b] : 0;  // no other block reads it
+    const int seen = is_first ? p.seen[b] : 0;  // only this thread reads and writes it
     const int count = read_count(p, b);
     const bool is_held =
         t < count && token.end >= count && static_cast<uint32_t>(token.slot) < static_cast<uint32_t>(p.capacity);

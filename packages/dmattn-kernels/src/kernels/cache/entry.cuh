@@ -9,8 +9,8 @@
 
 namespace dmattn {
 
-// The position of the next of `tokens` tokens, given the cache's `seen`, which is the caller's and may hold any number:
-// neither it nor the positions after it leave the range of int32.
+// The position of the first of `tokens` new tokens, given the cache's `seen`. That is the caller's and may hold any
+// number: it is cut so that no position of these tokens leaves the range of int32.
 __device__ __forceinline__ int next_cache_position(int seen, int tokens) { return min(max(seen, 0), INT_MAX - tokens); }
 
 // The entry that leaves first is the one of the lowest score, among equals that of the earliest key. Entries are
@@ -21,12 +21,12 @@ __device__ __forceinline__ uint32_t score_order(float score) {
   const uint32_t order = bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
   return score == score ? order : ~0u;
 }
-__device__ __forceinline__ float score_of_order(uint32_t order) {  // NaN, where there is none
+__device__ __forceinline__ float score_of_order(uint32_t order) {  // NaN for ~0u, which stands for no score
   return __uint_as_float(order & 0x80000000u ? order ^ 0x80000000u : ~order);
 }
 
 struct CacheEntry {
-  uint32_t score = ~0u, position = ~0u;  // in order
+  uint32_t score = ~0u, position = ~0u;  // as integers in the order of scores and positions
   int32_t slot = INT_MAX;
 
   __device__ __forceinline__ uint64_t key() const { return static_cast<uint64_t>(score) << 32 | position; }
@@ -36,12 +36,12 @@ __device__ __forceinline__ CacheEntry make_cache_entry(float score, int32_t posi
   return {score_order(score), static_cast<uint32_t>(position) ^ 0x80000000u, slot};
 }
 __device__ __forceinline__ CacheEntry lower(const CacheEntry& a, const CacheEntry& b) {
-  // Empty entries have the same score and position.
+  // Entries without a key have the same score and position: among these the slot decides.
   const bool b_first = b.key() < a.key() || (b.key() == a.key() && b.slot < a.slot);
   return b_first ? b : a;
 }
 
-// A minimum at a time: what is not of the lowest score has no part in the next one.
+// The lowest entry of a warp, field by field: lanes without the lowest score take no part in the next minimum.
 __device__ __forceinline__ CacheEntry warp_lowest(const CacheEntry& e) {
   CacheEntry low;
   low.score = __reduce_min_sync(0xffffffffu, e.score);
@@ -50,15 +50,15 @@ __device__ __forceinline__ CacheEntry warp_lowest(const CacheEntry& e) {
   return low;
 }
 
-// What leaves first; slot INT_MAX where every score is NaN.
+// The score and slot of the entry that leaves first; slot INT_MAX where every score is NaN.
 struct LowestSlot {
   float score;
   int32_t slot;
 };
 
-// The search of a thread block, or of a warp, for the lowest of a cache's entries: load() starts the reads, find() or
-// own() uses them. Between the two the threads can do something else, so scores stay as they were read:
-// bits_at(entry) reads one, value_of(bits) is its value.
+// The search of a thread block, or of a warp, for the lowest entry of a cache: load() starts the reads, find() or
+// own() uses them. The threads can do something else in between, since scores are kept as the bits that were read:
+// bits_at(entry) reads the bits of a score, value_of(bits) is its value.
 template <int kThreads>
 struct LowestEntry {
   static constexpr int kAhead = 16;
@@ -77,7 +77,7 @@ struct LowestEntry {
       position[i] = slot < entries ? positions[slot] : 0;
     }
   }
-  // The lowest of those that this thread looks at.
+  // The lowest of the entries that this thread looks at.
   template <class BitsAt, class ValueOf>
   __device__ __forceinline__ CacheEntry own(BitsAt&& bits_at, ValueOf&& value_of, const int32_t* positions,
                                             int entries) const {
@@ -94,8 +94,8 @@ struct LowestEntry {
     }
     return low;
   }
-  // By a thread block, every thread of which takes part and gets the result; `warp_low` may be written again after the
-  // next barrier.
+  // The lowest entry of all, found by a thread block: every thread takes part and gets the result. `warp_low` may be
+  // written again after the next barrier.
   template <class BitsAt, class ValueOf>
   __device__ __forceinline__ LowestSlot find(BitsAt&& bits_at, ValueOf&& value_of, const int32_t* positions,
                                              int entries, CacheEntry (&warp_low)[kThreads / 32]) const {

@@ -5,13 +5,13 @@
 
 namespace dmattn {
 
-// The 16 bits or 32 of a score, and its value.
+// The score of new token t, as the caller gives it.
 template <class Score>
 __device__ __forceinline__ Score read_new_score(const CacheAppendParams& p, int b, int h, int t) {
   return static_cast<const Score*>(
       p.score_new)[b * p.score_batch_stride + h * p.score_head_stride + t * p.score_token_stride];
 }
-// A score that no query attends to is stored as -inf.
+// A score of NaN, whose token no query attends to, is stored as -inf.
 template <class Score>
 __device__ __forceinline__ Score cleaned(Score score) {
   return static_cast<float>(score) > -INFINITY ? score : static_cast<Score>(-INFINITY);

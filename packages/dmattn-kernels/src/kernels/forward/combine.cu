@@ -1,4 +1,4 @@
-// After the forward: partial results of a split key range put together, and the results of an empty one.
+// After the forward: combines the partial results of splits. Also writes the results of a call without keys.
 #include <type_traits>
 
 #include "../attention/shared/work_index.cuh"
@@ -40,7 +40,8 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const FwdParams p, in
   const int64_t row = static_cast<int64_t>(blockIdx.x) * rows_per_block + group / parts;
   const bool row_valid = row < rows, valid = row_valid && lane * 8 < p.head_dim;
 
-  // A part's log-sum-exp is lse + rest: rounding lse may have dropped the sum (see FwdParams::lse_rest).
+  // The log-sum-exp of a split is lse + rest: rounding lse to fp32 may have dropped the logarithm of the sum (see
+  // FwdParams::lse_rest).
   const float* lse_accum = p.lse_accum + (row_valid ? row : 0);
   const float* rest_accum = lse_accum + p.num_splits * rows;
   float max = -INFINITY;
@@ -77,7 +78,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const FwdParams p, in
   const int m = static_cast<int>(row % p.seqlen_q);
   const int h = static_cast<int>(row / p.seqlen_q % p.nheads);
   const int b = static_cast<int>(row / p.seqlen_q / p.nheads);
-  // Where the row is, from `token` elements between tokens on: rows are those of tokens one by one, or of TokenRows.
+  // The offset of the row. The rows of TokenRows are those of several tokens, which lie `token` elements apart.
   const auto place_of = [&](const Strides3& s, int64_t token) {
     const bool has_groups = p.token_rows.count > 1;
     const int64_t place = has_groups ? token_row_offset(p.token_rows.group, token, s.row, m) : m * s.row;
@@ -124,7 +125,7 @@ cudaError_t combine_splits(const FwdParams& p, Dtype dtype, cudaStream_t stream)
   });
 }
 
-// Zero has the same bits in every 16-bit type.
+// Needs no dtype: zero has the same bits in every 16-bit type.
 cudaError_t fill_empty_fwd(const FwdParams& p, cudaStream_t stream) {
   const int32_t batch = p.packing.slabs(p.batch), seqlen_q = p.packing.rows_q(p.seqlen_q);
   const cudaError_t status = fill_zero(p.out, p.out_stride, batch, seqlen_q, p.nheads, p.head_dim, stream);

@@ -7,7 +7,7 @@
 
 namespace dmattn {
 
-// out and lse from the partial results of num_splits parts (p.out_accum, p.lse_accum).
+// out and lse from the partial results of num_splits splits (p.out_accum, p.lse_accum).
 cudaError_t combine_splits(const FwdParams& p, Dtype dtype, cudaStream_t stream);
 // seqlen_k == 0: out = 0, lse = -inf.
 cudaError_t fill_empty_fwd(const FwdParams& p, cudaStream_t stream);

@@ -1,4 +1,4 @@
-// The keys of a stretch behind those of a state, so that attention finds both in one tensor.
+// Puts the keys of a stretch behind those of a state, so that attention finds both in one tensor.
 #include "keys.h"
 #include "numbers.cuh"
 
@@ -9,14 +9,14 @@ using namespace prep;
 
 constexpr int kThreads = 256;
 
-// Where key `i` of the first stretch lies.
+// Where key `i` of the state lies.
 __device__ __forceinline__ int first_place(const JoinKeysParams& p, int b, int h, int i) {
   if (p.place_first == nullptr) return i;
   const int held = p.new_begin - p.first_begin;
   return min(max(__ldg(p.place_first + (static_cast<int64_t>(b) * p.heads + h) * held + i), 0), held - 1);
 }
 
-// Keys `begin` to `stop` of one batch, all heads.
+// Copies keys begin, ..., stop - 1 of one batch entry, all heads.
 template <class Word>
 __device__ __forceinline__ void join_rows(const JoinKeysParams& p, const WordRows& first, const WordRows& fresh,
                                           const WordRowsOut& to, const Divisor& key_words, int b, int begin, int stop) {

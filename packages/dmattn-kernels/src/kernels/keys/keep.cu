@@ -1,11 +1,12 @@
-// The keys that the rows behind a stretch may still attend to, taken out of all keys of the stretch.
+// Extracts from all keys of a stretch those that later rows may still attend to.
 //
-// A thread block has a segment of the keys of one batch and head. It counts the kept keys of the whole row, which tells
-// it where its own go: reading every `end` once more in each block costs less than a launch that would count before.
+// A thread block has a segment of the keys of one (batch, head). It counts the kept keys of the whole head, which
+// tells it where its own kept keys go. That each block reads every `end` costs less than a launch that counts first.
 //
-// With `starts_early` it is the one kernel that waits for the kernel before it at its end only (see
-// shared/early_start.cuh): that kernel, attention with these keys, and this one write nothing that the other uses.
-// Kernels before that one have ended, since it lets the next one start behind its own wait.
+// With `starts_early` the kernel waits for the previous one only at its end, an exception to the rule in
+// shared/early_start.cuh. The previous kernel is attention with these keys, and neither of the two writes anything
+// that the other reads or writes. All earlier kernels have ended, since attention lets this one start only after a
+// wait of its own.
 #include "keys.h"
 #include "numbers.cuh"
 
@@ -20,8 +21,8 @@ struct KeptCounts {
   int before = 0, from = 0;  // before the segment, and from its beginning on
 };
 
-// Four ends at a time, from the first that lies at a multiple of 16 bytes on: eight such loads of a thread, which are
-// on their way together, see the ends of 8192 keys.
+// Reads four ends at a time, from the first address that is a multiple of 16 bytes. A thread has eight such loads in
+// flight, so that a thread block reads the ends of 8192 keys together.
 __device__ __forceinline__ KeptCounts count_kept(const int32_t* end, int64_t row, int seqlen, int begin) {
   KeptCounts found;
   const auto count = [&](int j, int32_t its_end) {
@@ -37,7 +38,7 @@ __device__ __forceinline__ KeptCounts count_kept(const int32_t* end, int64_t row
     const int j = head + 4 * i;
     count(j, ends.x), count(j + 1, ends.y), count(j + 2, ends.z), count(j + 3, ends.w);
   }
-  const int others = seqlen - 4 * quads;  // fewer than eight, at both ends
+  const int others = seqlen - 4 * quads;  // fewer than eight: those before and behind the groups of four
   if (threadIdx.x < others) {
     const int j = threadIdx.x < head ? threadIdx.x : 4 * quads + threadIdx.x;
     count(j, __ldg(end + j));
@@ -45,7 +46,7 @@ __device__ __forceinline__ KeptCounts count_kept(const int32_t* end, int64_t row
   return found;
 }
 
-// Rows of keys or values to the entries from `entry` on; source(i): the key that the i-th of them comes from.
+// Copies `rows` rows of keys or values to the entries from `entry` on. source(i): the key that the i-th of these gets.
 template <class Word, class Source>
 __device__ __forceinline__ void copy_rows(const WordRows& from, const WordRowsOut& to, int b, int h, int entry,
                                           int rows, Source&& source) {
@@ -71,7 +72,7 @@ __device__ __forceinline__ void clear_rows(const WordRowsOut& to, int b, int h, 
   }
 }
 
-// The blocks of a row share the entries without a key.
+// Clears the first `empty` entries, which get no key. The blocks of a (batch, head) divide them between them.
 template <class Word>
 __device__ __forceinline__ void clear_entries(const KeepKeysParams& p, int b, int h, int32_t* positions, int segment,
                                               int empty) {
@@ -136,7 +137,7 @@ __global__ void __launch_bounds__(kThreads) keep_keys_kernel(const KeepKeysParam
   if (p.seen_kept != nullptr && segment == 0 && h == 0 && threadIdx.x == 0) {
     p.seen_kept[b] = static_cast<int>(static_cast<uint32_t>(seen) + static_cast<uint32_t>(p.seqlen - p.positions));
   }
-  if (p.starts_early) follow_previous_kernel();  // so that all before have ended when this one has
+  if (p.starts_early) follow_previous_kernel();  // so that all kernels before have ended when this one ends
 }
 
 }  // namespace

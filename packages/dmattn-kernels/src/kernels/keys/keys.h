@@ -7,10 +7,10 @@
 
 namespace dmattn {
 
-// The keys of two stretches behind one another. Entries before them hold no key: zeros, and a score of -inf.
+// Puts the keys of a stretch behind those of a state. Entries before both hold no key: zeros, and a score of -inf.
 cudaError_t join_keys(const JoinKeysParams& p, cudaStream_t stream);
 
-// Of keys in order of position those that a row keeps, the last `window` of them, as the last entries of the result.
+// Copies, of keys in order of position, the last `window` ones that a row keeps, to the last entries of the result.
 // Entries before them hold no key: zeros, a score of -inf and position -1.
 cudaError_t keep_keys(const KeepKeysParams& p, cudaStream_t stream);
 

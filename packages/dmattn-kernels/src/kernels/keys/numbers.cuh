@@ -7,7 +7,7 @@
 namespace dmattn {
 namespace prep {
 
-// Calls f(Word{}) for the type of words of so many bytes.
+// Calls f(Word{}) for the type of words of `bytes` bytes.
 template <class F>
 cudaError_t with_word_type(int bytes, F&& f) {
   if (bytes == 16) return f(uint4{});
@@ -16,7 +16,7 @@ cudaError_t with_word_type(int bytes, F&& f) {
   return f(uint16_t{});
 }
 
-// n / by.value, of n below 2^31.
+// n / by.value, for n below 2^31.
 __device__ __forceinline__ uint32_t quotient(uint32_t n, const Divisor& by) {
   return by.value == 1 ? n : __umulhi(n, by.multiplier) >> by.shift;
 }
@@ -25,7 +25,7 @@ __device__ __forceinline__ int64_t number_offset(const KeyNumbers& n, int b, int
   return b * n.batch_stride + quotient(h, n.head_ratio) * n.head_stride + key * n.key_stride;
 }
 
-// The bits of a score in the dtype of the result: as they are, or as those of an equal float.
+// The bits of a score in the dtype of the result: unchanged, or those of the equal float.
 __device__ __forceinline__ uint32_t score_bits(const KeyNumbers& n, int64_t offset, Dtype to) {
   if (n.dtype == Dtype::kFloat32) return static_cast<const uint32_t*>(n.data)[offset];
   const uint16_t bits = static_cast<const uint16_t*>(n.data)[offset];
@@ -45,8 +45,8 @@ __device__ __forceinline__ void store_score(const KeyNumbersOut& scores, int b, 
   }
 }
 
-// By all threads of a block: words 0 to `count` - 1 from source(i), nullptr for zeros, to target(i). Several loads of a
-// thread are on their way before it stores what came.
+// Copies words 0, ..., count - 1 from source(i), which is nullptr for zeros, to target(i). By all threads of a block,
+// each of which has kAhead loads in flight before it stores their results.
 template <class Word, int kThreads, class Source, class Target>
 __device__ __forceinline__ void copy_words(uint32_t count, Source&& source, Target&& target) {
   constexpr int kAhead = 4;
@@ -68,7 +68,7 @@ __device__ __forceinline__ void copy_words(uint32_t count, Source&& source, Targ
   }
 }
 
-// Element offset of a word of the row (b, key, h).
+// Offset, in words, of the first word of the row (b, key, h).
 __device__ __forceinline__ int64_t word_offset(const WordRows& rows, int b, int h, int key) {
   return row_offset(rows.stride, b, static_cast<int>(quotient(h, rows.head_ratio)), key);
 }

@@ -8,11 +8,11 @@ namespace {
 
 using namespace prep;
 
-// One block a list, 16 keys a thread and pass: 16384 keys are one pass.
+// One thread block for each list, and 16 keys for each thread in a pass: 16384 keys are one pass.
 constexpr int kThreads = 1024;
 constexpr int kPassKeys = kThreads * 16;
 
-// Keep bits of this thread's sixteen keys from `key0`.
+// Keep bits of this thread's sixteen keys in the pass that begins at key `pass0`.
 __device__ __forceinline__ uint32_t load_keys(const uint8_t* src, int64_t stride, int keys, const MaskExtent& extent,
                                               int64_t pass0) {
   const int lane = threadIdx.x % 32;
@@ -35,11 +35,11 @@ __device__ __forceinline__ uint32_t load_keys(const uint8_t* src, int64_t stride
   return bits;
 }
 
-// What a list is made of, and where it goes.
+// The mask bytes that a list is made from, and where the list is written.
 struct List {
   const uint8_t* src;
   int keys;
-  int first;  // number of the first of them
+  int first;  // number of the first key
   int32_t* idx;
   int capacity;
 };
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kThreads)
     if (pass0 + kPassKeys < list.keys)
       bits = load_keys(list.src, mask.col_stride, list.keys, extent, pass0 + kPassKeys);
     __syncthreads();
-    // A lane a key: the kept ones of a warp fall on consecutive entries.
+    // One lane for each key, so that the kept keys of a warp are written to neighbouring entries.
 #pragma unroll 4
     for (int i = 0; i < kPassKeys; i += kThreads) {
       const int key = i + warp * 32 + lane;

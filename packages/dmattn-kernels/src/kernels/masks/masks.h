@@ -8,11 +8,12 @@
 
 namespace dmattn {
 
-// Reads the mask once and fills every array of `bits`.
+// Fills every array of `bits`. Of a mask that is the same for all rows (bits.is_key_only) only one row is read, unless
+// sequences are packed.
 cudaError_t pack_mask(const MaskSource& mask, const MaskBits& bits, cudaStream_t stream);
 
-// Row 0 of the mask is read. Ascending order, deterministic. used_rows: UsedRows::found, of which each list clears its
-// own; nullptr: there is none.
+// Lists the keys that row 0 of the mask keeps, in ascending order. used_rows: UsedRows::found, of which each list
+// clears its own two numbers; nullptr: there is none.
 cudaError_t compact_keys(const MaskSource& mask, const KeyList& keys, int32_t* used_rows, cudaStream_t stream);
 
 }  // namespace dmattn

@@ -1,4 +1,4 @@
-// A dense boolean mask, read once: a bit per entry, and the state of every 64 x 64 cell.
+// Packs a dense boolean mask: a bit for each entry, and the state (empty, partial, full) of each cell of 64 x 64.
 #include <cstdlib>
 
 #include "../attention/shared/seqlen.cuh"
@@ -11,28 +11,28 @@ namespace {
 
 using namespace prep;
 
-// A block packs one band of 64 rows by 512 columns: its cells fill one byte of any_rows and all_rows, so that blocks
-// share no byte and need no atomics; 32 KB of mask keep enough loads in flight.
+// A thread block packs one band of 64 rows by 512 columns. Its eight cells fill one byte of any_rows and of all_rows,
+// so that blocks share no byte and need no atomics. The 32 KB of mask that it reads keep enough loads in flight.
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kGroupCols = 512;
 constexpr int kGroupWords = kGroupCols / 32;
 constexpr int kRowsPerWarp = kMaskBand / kWarps;
-// Words from row to row in shared memory: 16-byte rows, and columns spread over the banks.
+// Pitch of rows in shared memory, in words: rows start on 16 bytes, and the words of a column lie in different banks.
 constexpr int kPitch = kGroupWords + 4;
 static_assert(kGroupCols / kMaskBand == 8 && kThreads * 4 == kMaskBand * kGroupWords);
 
 enum class Access {
-  kAligned16,  // unit column stride: 16 bytes a lane, all of them in the row or none
-  kBytes16,    // unit column stride: 16 bytes a lane
+  kAligned16,  // unit column stride: 16 bytes a lane, which lie in the row either all or not at all
+  kBytes16,    // unit column stride: 16 bytes a lane, of rows that may begin and end anywhere
   kAlongCols,  // any strides, neighbouring lanes read neighbouring columns
   kAlongRows,  // ... neighbouring rows (a transposed mask)
 };
 
 struct Group {
-  const uint8_t* ptr;  // (row0, column 0) of the operand; row0 counts through packed sequences
+  const uint8_t* ptr;  // address of (row0, column 0) in the operand; row0 counts through packed sequences
   int row0, rows;      // rows: how many of the band lie inside the mask
-  int col0, cols;      // cols: columns of the mask from column 0
+  int col0, cols;      // cols: columns of the mask, from column 0 on
 };
 
 __device__ __forceinline__ void pack_aligned16(const MaskSource& mask, const Group& g, uint32_t* words) {
@@ -45,7 +45,7 @@ __device__ __forceinline__ void pack_aligned16(const MaskSource& mask, const Gro
     x[i] = make_uint4(0, 0, 0, 0);
     if (r < g.rows && col < g.cols) x[i] = *reinterpret_cast<const uint4*>(g.ptr + r * mask.row_stride + col);
   }
-  __syncthreads();  // else the compiler waits for one row before it asks for the next
+  __syncthreads();  // without it the compiler waits for the load of each row before it issues the next one
 #pragma unroll
   for (int i = 0; i < kRowsPerWarp; ++i) {
     reinterpret_cast<uint16_t*>(words + (warp + i * kWarps) * kPitch)[lane] =
@@ -61,7 +61,7 @@ __device__ __forceinline__ void pack_bytes16(const MaskSource& mask, const MaskE
     return r < g.rows ? MaskRow{g.ptr + r * mask.row_stride, g.cols} : MaskRow{};
   };
   uint4 x[kRowsPerWarp];
-  uint32_t ends = 0;  // bit i: its chunk is at an end of the mask
+  uint32_t ends = 0;  // bit i: the chunk of the i-th row reaches beyond the mask
 #pragma unroll
   for (int i = 0; i < kRowsPerWarp; ++i) {
     const MaskRow row = row_of(i);
@@ -117,8 +117,8 @@ __device__ __forceinline__ uint32_t word_extent(int word, int cols) {
   return left >= 32 ? 0xffffffffu : left <= 0 ? 0u : (1u << left) - 1;
 }
 
-// Copies the group's words to `bits` and finds which of its eight cells keep something, and which lack something.
-// Four words a thread: two cells of one row.
+// Copies the group's words to `bits`, and finds which of its eight cells keep something (any) and which do not keep
+// everything (lacking). A thread has four words, which are two cells of one row.
 __device__ __forceinline__ void store_group(const MaskBits& bits, const Group& g, int64_t bh, const uint32_t* words,
                                             uint32_t& any, uint32_t& lacking) {
   const int r = threadIdx.x / 4, quad = threadIdx.x % 4;
@@ -194,8 +194,9 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A mask that is the same for all rows: a block reads 2048 columns and writes their bits to one band of rows. Their
-// cells fill a word of any_rows and all_rows. The first of 32 bands finds any_cols and all_cols for all of them.
+// For a mask that is the same for all rows: a thread block reads 2048 columns and writes their bits to all rows of one
+// band. The cells of these columns fill a word of any_rows and of all_rows. In the first of every 32 bands, the block
+// also writes any_cols and all_cols for these bands.
 constexpr int kRowCols = 32 * kMaskBand;
 constexpr int kRowWords = kRowCols / 32;
 constexpr int kRowQuads = kRowWords / 4;  // 16 bytes each
@@ -261,7 +262,7 @@ __global__ void __launch_bounds__(kThreads) pack_row_kernel(const MaskSource mas
   if (threadIdx.x < 32) store_row_cells(mask, bits, bh, band, word_k, words);
 }
 
-// any_cols, all_cols from any_rows, all_rows: a warp turns 32 x 32 cells.
+// any_cols and all_cols from any_rows and all_rows: a warp transposes 32 x 32 cells.
 __global__ void __launch_bounds__(kThreads) transpose_cells_kernel(const MaskBits bits, int64_t warps) {
   follow_previous_kernel();
   const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;

@@ -1,4 +1,4 @@
-// Sixteen bits from sixteen mask bytes.
+// Reads the bytes of a mask sixteen at a time, as sixteen bits.
 #pragma once
 
 #include "../shared/helper.cuh"
@@ -24,8 +24,8 @@ inline MaskExtent find_extent(const MaskSource& mask) {
   return extent;
 }
 
-// `cols` mask bytes of a row, with unit stride. Aligned chunks of 16 bytes are numbered by the column of their first
-// byte, which is negative where bytes before the row come first.
+// `cols` mask bytes of a row, with unit stride. A chunk is 16 bytes at a multiple of 16 and is named by the column of
+// its first byte, which is negative if that byte comes before the row.
 struct MaskRow {
   const uint8_t* ptr = nullptr;
   int cols = 0;
@@ -50,14 +50,15 @@ __device__ __forceinline__ uint32_t nonzero_bytes(uint4 x) {
   return nonzero_bytes(x.x) | nonzero_bytes(x.y) << 4 | nonzero_bytes(x.z) << 8 | nonzero_bytes(x.w) << 12;
 }
 
-// `is_at_end`: it may not be read, being at an end of the whole mask.
+// The bytes of a chunk; zeros if it lies outside the row or `is_at_end`, which says that it reaches beyond the whole
+// mask and may not be read.
 __device__ __forceinline__ uint4 load_mask_chunk(const MaskRow& row, int chunk, const MaskExtent& readable,
                                                  bool& is_at_end) {
   is_at_end = row.meets(chunk) && !row.may_read(chunk, readable);
   if (!row.meets(chunk) || is_at_end) return make_uint4(0, 0, 0, 0);
   return __ldg(reinterpret_cast<const uint4*>(row.ptr + chunk));
 }
-// Byte by byte. Rare, and not worth the room in each place that is unrolled.
+// Reads a chunk byte by byte. This is rare, and inlined it would be repeated in every unrolled loop.
 static __device__ __noinline__ uint32_t read_end_bits(const uint8_t* ptr, int cols, int chunk) {
   uint32_t bits = 0;
 #pragma unroll
@@ -67,8 +68,8 @@ static __device__ __noinline__ uint32_t read_end_bits(const uint8_t* ptr, int co
   }
   return bits;
 }
-// Bits of a chunk; bytes outside the row give 0. `x` and `is_at_end` are from load_mask_chunk(), a function of its own so
-// that callers can have several loads in flight.
+// The bits of a chunk; bytes outside the row give 0. `x` and `is_at_end` are from load_mask_chunk(), which is separate
+// so that callers can have several loads in flight.
 __device__ __forceinline__ uint32_t mask_chunk_bits(const MaskRow& row, int chunk, uint4 x, bool is_at_end) {
   if (is_at_end) return read_end_bits(row.ptr, row.cols, chunk);
   uint32_t bits = nonzero_bytes(x);
@@ -77,9 +78,9 @@ __device__ __forceinline__ uint32_t mask_chunk_bits(const MaskRow& row, int chun
   return bits;
 }
 
-// Bits of columns col0 + 16 * lane + (0..15), given the bits of the lane's chunk. All lanes are misaligned by the same
-// number of bytes: each takes the bits that it lacks from the next lane. The whole warp calls this. col0 is a multiple
-// of 16.
+// The bits of columns col0 + 16 * lane + (0..15), given the bits of the lane's chunk. The chunks of all lanes begin
+// the same number of bytes before these columns, so each lane takes the bits that it lacks from the next one. Called
+// by the whole warp; col0 is a multiple of 16.
 __device__ __forceinline__ uint32_t align_lane_bits(const MaskRow& row, int col0, int lane, const MaskExtent& readable,
                                                     uint32_t chunk_bits) {
   const int misaligned = row.misaligned();

@@ -1,6 +1,6 @@
-// Selection by one thread block each: running top-w, block of query rows by block, where each finds the best keys in
-// front of it by itself and follows the few that can change while its rows go by; for long sequences the sets from
-// which that search starts; and single lists.
+// Selection in which one thread block finds a list, or a set. For running top-w it has a block of query rows: it finds
+// the best keys before them and follows the few keys that come or go while its rows go by. In long sequences sets are
+// made first, from which that search starts. There is also a kernel for single lists.
 #include <algorithm>
 #include <type_traits>
 
@@ -18,11 +18,12 @@ __device__ __forceinline__ int set_position(const SelectPlan& p, int set) {
   return p.set_origin + (set + p.first_set) * p.super_keys;
 }
 
-// What set i is made from, and its index in the arrays; none when this launch leaves it alone.
-// step < 0: the keys of the piece that ends at its position. step >= 0, for the sets whose bit `step` is 1: itself and
-// the last set before the enclosing group of 2^step sets, which already holds everything before it. That one has bit
-// `step` 0, so that no set is both read by others and replaced in one launch. It counts only if this set's document
-// starts before its position: then it is of the same document.
+// The candidates that a launch makes a set from, and the index of the result in the arrays. Returns false if the
+// launch leaves the set alone.
+// step < 0: the candidates are the keys of the piece that ends at the set's position. step >= 0, for the sets whose
+// bit `step` is 1: the set itself, and the last set before its group of 2^step sets, which already holds everything
+// before the group. That one has bit `step` 0, so that no set is both read by others and replaced in one launch. It
+// only counts if this set's document starts before its position: then it is of the same document.
 __device__ __forceinline__ bool set_candidates(const SelectPlan& p, int row, int set, int step, Candidates& c,
                                                int64_t& dst) {
   c = Candidates{};
@@ -50,7 +51,7 @@ __device__ __forceinline__ bool set_candidates(const SelectPlan& p, int row, int
   return true;
 }
 
-// Finds the best candidates and writes them, in key order, to the set at `dst`.
+// Finds the best candidates and writes them, in key order, to the set at `dst`. Returns their number.
 __device__ __forceinline__ int take_set(SelectSmem& s, const SelectPlan& p, const Candidates& c, int64_t dst) {
   if (threadIdx.x == 0) s.candidates = c;
   __syncthreads();
@@ -68,7 +69,7 @@ struct HeldSmem {
   BoundSmem bound;
   uint2 warp_tally[32];
 };
-// The same, for as many candidates as fit registers.
+// The same for candidates that fit the registers.
 __device__ __forceinline__ int take_set(HeldSmem& s, const SelectPlan& p, const Candidates& c, int64_t dst) {
   const OwnQuads<kSetThreads> own(c);
   BoundFinder<kSetThreads> finder{s.bound, own, p.digits};
@@ -105,7 +106,7 @@ __global__ void __launch_bounds__(kSetThreads) set_kernel(const SelectPlan p, in
 
 constexpr int kBlockThreads = 2 * kSelectBlockRows;
 
-// Greater = better. A key of a later document is better than all earlier ones, which are out of sight with its row;
+// Greater is better. A key of a later document is better than all keys of earlier ones, which its row does not see;
 // then the score decides, then the place among the keys that can change. `start`: the row of the block at which the
 // key's document starts, 0 for the document of the first row.
 using Rank = uint64_t;
@@ -114,7 +115,7 @@ __device__ __forceinline__ Rank make_rank(int start, uint32_t ord, int place) {
   return static_cast<Rank>(start) << 40 | static_cast<Rank>(ord) << 8 | static_cast<uint32_t>(place);
 }
 
-// What can change inside the block.
+// The keys that can come or go inside the block.
 struct ActiveKeys {
   alignas(16) Rank leaving[kSelectBlockRows];  // the worst of the kept keys, in key order
   alignas(16) Rank joining[kSelectBlockRows];  // the block's own keys that may be kept, in key order
@@ -123,10 +124,11 @@ struct ActiveKeys {
   int32_t warp_joining[kSelectBlockRows / 32];
 };
 
-// The first row of the block at which `window` keys are better than `rank`; `rows` if there is none, the row of the
+// The first row of the block at which `window` keys are better than `rank`; `rows` if there is none; the row of the
 // first joining key if there are so many from the start. `core` keys are better from the start. (They are not better
-// than a key of a later document, but they are at most `window` - `rows` and change nothing then.) Keys of documents
-// later than that of `rank` count too: at their rows, `rank` is not seen any more.
+// than a key of a later document, but there are at most `window` - `rows` of them, so that such a key is not displaced
+// by counting them.) Keys of documents later than that of `rank` count too: at their rows, `rank` is not seen any
+// more.
 __device__ __forceinline__ int first_row_out(const ActiveKeys& active, Rank rank, int core, int leaving, int joining,
                                              int window, int rows) {
   int better = core;
@@ -146,7 +148,7 @@ __global__ void __launch_bounds__(kBlockThreads, 3) block_kernel(const SelectPla
   __shared__ ActiveKeys active;
   follow_previous_kernel();
   const int tid = threadIdx.x;
-  // Blocks with most keys before them first.
+  // Blocks with the most keys before them start first.
   const int row = blockIdx.x % p.rows, block = keys.blocks - 1 - blockIdx.x / p.rows;
   const int row0 = p.offset + block * kSelectBlockRows;
   const int rows = min(kSelectBlockRows, p.seqlen_k - row0);
@@ -163,7 +165,7 @@ __global__ void __launch_bounds__(kBlockThreads, 3) block_kernel(const SelectPla
   int32_t* end = nullptr;
   if (keys.end != nullptr) end = const_cast<int32_t*>(keys.end) + static_cast<int64_t>(row) * p.seqlen_k;
 
-  // Keys that are gone before the first row have no block that sees them leave.
+  // No block sees keys leave that are gone before the first row: the first block writes their ends.
   const bool visit_all = block == 0 && end != nullptr;
   compact<kBlockThreads>(s, visit_all,
                          [&](int item, uint32_t x, bool in_core, bool in_kept, int core_rank, int rest_rank) {
@@ -177,8 +179,8 @@ __global__ void __launch_bounds__(kBlockThreads, 3) block_kernel(const SelectPla
                            }
                          });
 
-  // The upper half of the threads stand for the block's own keys. One that is worse than all kept keys of its document
-  // changes nothing.
+  // Each thread of the upper half has one of the block's own keys. One that is worse than all kept keys of its
+  // document changes nothing.
   const bool is_new = tid >= kSelectBlockRows;
   const int i = tid % kSelectBlockRows;
   const uint32_t new_ord = is_new && i < rows ? __ldg(p.ord + row * p.ord_pitch + row0 + i) : 0u;
@@ -209,8 +211,8 @@ __global__ void __launch_bounds__(kBlockThreads, 3) block_kernel(const SelectPla
   const bool exists = is_new ? joins : i < leaving;
   const Rank rank = is_new ? make_rank(start, new_ord, kSelectBlockRows + i) : exists ? active.leaving[i] : 0;
   const int key = is_new ? row0 + i : exists ? active.leaving_key[i] : 0;
-  const int first = is_new ? i : 0;  // row of the block from which on the key can be kept
-  int last = exists ? stop : 0;      // ... and up to which it is, exclusive
+  const int first = is_new ? i : 0;  // row of the block from which on the key may be kept
+  int last = exists ? stop : 0;      // the row after the last one that keeps it
   if (exists && sel.kept + joining > p.window) {
     last = min(last, first_row_out(active, rank, core, leaving, joining, p.window, rows));
   }

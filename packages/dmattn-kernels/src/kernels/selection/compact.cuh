@@ -16,28 +16,25 @@ __device__ __forceinline__ int warp_sum(int x) {
 struct Tally {
   int32_t above, equal;
 
-  // The counts in the lower two bytes of a word added.
+  // This tally with the counts in the lower two bytes of a word added.
   __device__ __forceinline__ Tally plus_bytes(uint32_t bytes) const {
     return {above + static_cast<int32_t>(bytes & 255), equal + static_cast<int32_t>(bytes >> 8 & 255)};
   }
-  __device__ __forceinline__ void add(uint32_t ord, const Cut& cut) {
-    above += ord > cut.value ? 1 : 0;
-    equal += ord == cut.value ? 1 : 0;
-  }
-  // How many of the items counted the cut takes, and whether it takes the next one.
+  // taken(): how many of the counted items the cut takes. takes(): whether it takes the next item.
   __device__ __forceinline__ int taken(const Cut& cut) const { return above + max(equal - cut.skip, 0); }
   __device__ __forceinline__ bool takes(uint32_t ord, const Cut& cut) const {
     return ord > cut.value || (ord == cut.value && equal >= cut.skip);
   }
 };
 
-// One item in the four bytes of a word: above the core's cut, equal to it, above the other cut, equal to it.
+// Counts one item in the four bytes of a word: above the core's cut, equal to it, above the cut of all kept keys,
+// equal to it.
 __device__ __forceinline__ uint32_t count_bytes(uint32_t ord, uint32_t core, uint32_t kept) {
   return (ord > core ? 1u : 0u) + (ord == core ? 1u << 8 : 0u) + (ord > kept ? 1u << 16 : 0u) +
          (ord == kept ? 1u << 24 : 0u);
 }
 
-// Which contiguous quads a warp handles: whole steps of 32.
+// The contiguous quads that a warp handles: a multiple of 32, but for the last ones.
 struct WarpQuads {
   int32_t begin, end;
 
@@ -93,7 +90,7 @@ __device__ __forceinline__ void compact(SelectSmem& s, bool visit_all, Sink&& si
     uint32_t own = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) own += count_bytes(ord[i], core_cut.value, kept_cut.value);
-    // Candidates after a precomputed set are rarely kept: skip steps of 128 that keep none.
+    // Keys behind a set are rarely kept: skip steps of 128 items of which none is.
     if (!visit_all && __ballot_sync(kFullWarp, own >> 16 != 0) == 0) continue;
     const uint32_t inclusive = warp_inclusive_scan(own);
     const uint32_t step = __shfl_sync(kFullWarp, inclusive, 31);
@@ -116,8 +113,8 @@ __device__ __forceinline__ void compact(SelectSmem& s, bool visit_all, Sink&& si
   }
 }
 
-// The end of a list of `count` keys, of which `full` are kept by all rows: zeros up to the next multiple of 128, and
-// the counts. By all threads of a block, at least 128.
+// Finishes a list of `count` keys, of which `full` are kept by all rows: writes zeros up to the next multiple of 128,
+// and the counts. Called by all threads of a block, which are at least 128.
 __device__ __forceinline__ void finish_list(const KeyList& keys, int64_t list, int count, int full) {
   int32_t* idx = const_cast<int32_t*>(keys.idx) + list * keys.capacity;
   if (threadIdx.x < round_up(count, 128) - count) idx[count + threadIdx.x] = 0;

@@ -1,11 +1,11 @@
-// The keys of a segment of rows that come and go, and when a key is displaced: the first row at which `window` better
+// Which keys come and go in a segment of rows, and when a key is displaced: at the first row at which `window` better
 // keys have come.
 //
-// All of them are sorted together, best first: groups of 32 by a warp, then groups of twice the size from two, where
-// each key looks for its place in the other one. For each group of 32 joining keys, in the order of their rows, there
-// is then a bit for every place in that order: whether the key there has come by the end of the group. How many better
-// keys have come by then is a number of bits; a binary search over the groups finds the one in which the key is
-// displaced.
+// All these keys are sorted together, best first: a warp sorts groups of 32, and then pairs of groups are merged,
+// where each key searches for its place in the other group. Joining keys are also taken in groups of 32, in the order
+// of their rows. For each such group there is a bit for every place of the sorted order: whether the key at this place
+// has come by the end of the group. Counting bits tells how many better keys have come by then, and a binary search
+// over the groups finds the one in which a key is displaced.
 #pragma once
 
 #include "radix.cuh"
@@ -14,41 +14,42 @@ namespace dmattn {
 namespace prep {
 
 constexpr int kSegmentRows = kMaxSegmentBlocks * kSelectBlockRows;
-// Leaving keys: the worst of those kept before the segment. Joining: the segment's own that may be kept. No more leave
-// than join.
+// Leaving keys: the worst of those kept before the segment, which may leave. Joining keys: the segment's own keys that
+// may be kept. There are no more leaving than joining ones.
 constexpr int kMaxActive = 2 * kSegmentRows;
 constexpr int kGroup = 32;  // keys that a warp sorts, and joining keys that share a row of bits
 constexpr int kJoinGroups = kSegmentRows / kGroup;
 constexpr int kActiveWords = kMaxActive / 32;
 
-// Greater = better: the score decides, then the place among the active keys, in key order: a leaving key's slot, or
-// kSegmentRows and a joining key's slot.
+// Greater is better: the score decides, then the place among the active keys in key order. That is the slot of a
+// leaving key, or kSegmentRows plus the slot of a joining key.
 using Rank = uint64_t;
 __device__ __forceinline__ Rank make_rank(uint32_t ord, int place) {
   return static_cast<Rank>(ord) << 32 | static_cast<uint32_t>(place);
 }
 __device__ __forceinline__ int place_of(Rank rank) { return static_cast<int>(rank & UINT32_MAX); }
 
-// In key order.
+// The leaving and the joining keys, each in key order.
 struct ActiveKeys {
-  uint32_t ord[2 * kSegmentRows];  // joining ones from kSegmentRows on
+  uint32_t ord[2 * kSegmentRows];  // joining keys from kSegmentRows on
   int32_t leaving_key[kSegmentRows];
   int32_t joining_row[kSegmentRows];  // their rows, counted from the segment's first
 };
 
 struct DisplacedSmem {
   Rank sorted[2][kMaxActive];  // best first; each merge goes from one to the other
-  // [0]: the leaving keys, [g]: those and the joining keys of the first g groups, as bits at their places in the sorted
-  // order; and how many bits are set in the words before each. Rows are padded for the sake of memory banks.
+  // Row 0 of `come` has the leaving keys, row g these and the joining keys of the first g groups, as bits at their
+  // places in the sorted order. come_before: how many bits of the row are set before each word. Rows are padded to
+  // avoid bank conflicts.
   uint32_t come[kJoinGroups + 1][kActiveWords + 1];
   uint16_t come_before[kJoinGroups + 1][kActiveWords + 2];
-  // The best so many joining keys of each group, as bits at their slots.
+  // best[g][n]: the n best joining keys of group g, as bits at their slots in the group.
   uint32_t best[kJoinGroups][kGroup + 1];
 };
 
 // --- sorting -------------------------------------------------------------------------------------------------------
 
-// The greatest in lane 0.
+// Sorts the keys of a warp, the greatest into lane 0.
 __device__ __forceinline__ Rank sort_falling(Rank x) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -63,13 +64,14 @@ __device__ __forceinline__ Rank sort_falling(Rank x) {
   return x;
 }
 
-// kEach keys of a thread in a merge, kThreads apart, whose searches go on side by side, as each step waits for memory.
+// kEach keys of a thread in a merge, kThreads apart. Their binary searches go on side by side, as each step waits for
+// memory.
 template <int kThreads, int kEach>
 struct MergedKeys {
   int32_t first;
   Rank x[kEach];
-  int32_t other[kEach], length[kEach];  // the run that a key's own is merged with
-  int32_t better[kEach];                // keys of that one that are better
+  int32_t other[kEach], length[kEach];  // the run that a key's own run is merged with: its beginning and length
+  int32_t better[kEach];                // how many keys of that run are better
 
   __device__ __forceinline__ int item(int e) const { return first + e * kThreads; }
   __device__ __forceinline__ MergedKeys(const Rank* from, int padded, int run, int first_item) : first(first_item) {
@@ -85,7 +87,7 @@ struct MergedKeys {
     for (int step = run; step > 0; step /= 2) {
 #pragma unroll
       for (int e = 0; e < kEach; ++e) {
-        // Without a branch around the load, so that searches wait side by side.
+        // No branch around the load, so that the searches wait at the same time.
         const int next = better[e] + step;
         const Rank found = from[other[e] + max(min(next, length[e]) - 1, 0)];
         if (next <= length[e] && found > x[e]) better[e] = next;
@@ -100,7 +102,7 @@ struct MergedKeys {
   }
 };
 
-// All active keys, best first. Ends with a barrier.
+// Sorts all active keys, best first. Ends with a barrier.
 template <int kThreads>
 __device__ __forceinline__ const Rank* sort_active(DisplacedSmem& s, const ActiveKeys& keys, int leaving, int joining) {
   const int active = leaving + joining, padded = round_up(active, kGroup);
@@ -117,7 +119,8 @@ __device__ __forceinline__ const Rank* sort_active(DisplacedSmem& s, const Activ
   __syncthreads();
 #pragma unroll 1
   for (int run = kGroup; run < padded; run *= 2) {
-    // Two of a thread where it has two; but where an SM has more thread blocks, they wait side by side anyhow.
+    // Of 512 threads, one that has two keys merges both at once. With 256 threads an SM has several thread blocks,
+    // which wait at the same time anyhow.
     if (kThreads == 512 && padded > kThreads) {
       MergedKeys<kThreads, 2>(from, padded, run, threadIdx.x).store(to, padded, run);
     } else {
@@ -134,9 +137,9 @@ __device__ __forceinline__ const Rank* sort_active(DisplacedSmem& s, const Activ
   return from;
 }
 
-// --- who has come by when ------------------------------------------------------------------------------------------
+// --- which keys have come ------------------------------------------------------------------------------------------
 
-// Ends with a barrier.
+// Fills s.come, s.come_before and s.best. Ends with a barrier.
 template <int kThreads>
 __device__ __forceinline__ void count_arrivals(DisplacedSmem& s, const ActiveKeys& keys, const Rank* sorted,
                                                int leaving, int joining) {
@@ -145,9 +148,9 @@ __device__ __forceinline__ void count_arrivals(DisplacedSmem& s, const ActiveKey
 #pragma unroll 1
   for (int w = warp; w < words; w += kThreads / 32) {
     const int i = 32 * w + lane, place = place_of(sorted[i]);
-    // The row of bits that is the first to have it.
+    // The first row of `come` that has the key.
     const int first = i >= active ? INT_MAX : place < kSegmentRows ? 0 : 1 + (place - kSegmentRows) / kGroup;
-    uint32_t own = 0;  // of row `lane`
+    uint32_t own = 0;  // the word of row `lane`
 #pragma unroll 4
     for (int g = 0; g <= groups; ++g) {
       const uint32_t bits = __ballot_sync(kFullWarp, first <= g);
@@ -155,7 +158,7 @@ __device__ __forceinline__ void count_arrivals(DisplacedSmem& s, const ActiveKey
     }
     if (lane <= groups) s.come[lane][w] = own;
   }
-  // From the last warp on, as the first ones have been busy with words.
+  // Begins with the last warp, as the first ones may have had more words.
 #pragma unroll 1
   for (int g = kThreads / 32 - 1 - warp; g < groups; g += kThreads / 32) {
     const uint32_t ord = g * kGroup + lane < joining ? keys.ord[kSegmentRows + g * kGroup + lane] : 0u;
@@ -193,14 +196,14 @@ __device__ __forceinline__ int find_bit(uint32_t bits, int n) {
   return at;
 }
 
-// The joining key that displaces the i-th best active key, once `room` better ones have come: its slot; -1 if so many
-// were there from the start; `joining` if so many never come.
+// The slot of the joining key that displaces key i of the sorted order: with it, `room` better keys have come. -1 if
+// so many were there from the start; `joining` if so many never come.
 __device__ __forceinline__ int find_displacing(const DisplacedSmem& s, int i, int room, int joining) {
   static_assert(kJoinGroups + 1 < 32, "steps of the search");
   const int word = i / 32, groups = ceil_div(joining, kGroup);
   const uint32_t better = (1u << i % 32) - 1;
   const auto come = [&](int g) { return s.come_before[g][word] + __popc(s.come[g][word] & better); };
-  int g = 0;  // the first row of bits with enough better ones
+  int g = 0;  // the first row of `come` with at least `room` better keys
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) {
     const int next = g + step - 1;

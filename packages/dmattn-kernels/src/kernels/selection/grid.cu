@@ -1,6 +1,6 @@
-// The best keys of a long row, found by many thread blocks: a histogram launch for each digit of the ordered scores,
-// then an ordered compaction. Every block of a launch evaluates the histogram of the launch before by itself: no
-// block waits for another.
+// The best keys of a long row, found by many thread blocks: a launch for each digit of the ordered scores, which makes
+// a histogram, and then a compaction in key order. Every block of a launch evaluates the histogram of the previous
+// launch by itself, so that no block waits for another.
 #include "compact.cuh"
 
 namespace dmattn {
@@ -18,12 +18,12 @@ struct GridSmem {
   int32_t sums[3];
 };
 
-// The state after the digits before `digit`, from the state and the histogram of the one before. need = 0: nothing is
-// selected, and no key matches the prefix.
+// The state of the search after the digits before `digit`, found from the histogram of the last of these and from the
+// state before it. need = 0: nothing is selected, and no key matches the prefix.
 struct GridState {
   uint32_t prefix;
   int32_t need;   // keys wanted among those with the prefix
-  int32_t count;  // how many there are
+  int32_t count;  // keys with the prefix
 };
 __device__ __forceinline__ GridState resolve_digit(const SelectPlan& p, int row, int digit, GridSmem& s) {
   const int previous = digit - 1;
@@ -54,8 +54,8 @@ __device__ __forceinline__ uint4 load_quad(const SelectPlan& p, int row, int key
   return x;
 }
 
-// Histogram of `digit` of the keys that share the digits before it with the cut. For the last digit also what the
-// compaction needs to know of every chunk.
+// Makes the histogram of `digit` over the keys whose earlier digits are those of the cut. For the last digit also
+// finds what the compaction has to know of every chunk.
 __global__ void __launch_bounds__(kGridThreads) digit_kernel(const SelectPlan p, int digit) {
   __shared__ GridSmem s;
   clear_bins<kGridThreads>(s.hist, kBins);
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kGridThreads) digit_kernel(const SelectPlan p,
   if (threadIdx.x == 0) p.chunk_above[chunk_index] = s.sums[0];
 }
 
-// Where the selected keys go: the final list, or the set of the keys before the first row.
+// Where the selected keys go: the final list, or the first set, which has the keys before set_origin.
 struct GridOutput {
   uint32_t* ord;
   int32_t* key;
@@ -134,8 +134,8 @@ __device__ __forceinline__ GridOutput grid_output(const SelectPlan& p, const Key
   return out;
 }
 
-// Keys selected in the chunks before `chunk` (x), and how many of the chunk's own keys that equal the cut come too
-// early to be selected (y).
+// Returns how many keys of the chunks before `chunk` are selected (x), and how many keys of `chunk` that equal the cut
+// are not selected, as ties go to later keys (y).
 __device__ __forceinline__ int2 place_chunk(const SelectPlan& p, int row, int chunk, uint32_t bin, int need,
                                             GridSmem& s) {
   int above = 0, later_equal = 0, own_equal = 0;
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kGridThreads) grid_compact_kernel(const Select
   const uint32_t cut = state.prefix << digit_shift(p.digits - 1);
   const int2 place = place_chunk(p, row, chunk, digit_of(cut, p.digits - 1), state.need, s);
 
-  // Keys above the cut in the lower half of a word, equal ones in the upper half.
+  // Counts of keys: above the cut in the lower half of a word, equal to it in the upper half.
   uint32_t before[kSteps], sum = 0;
 #pragma unroll
   for (int i = 0; i < kSteps; ++i) {

@@ -6,12 +6,12 @@
 namespace dmattn {
 namespace prep {
 
-// The candidates of a thread: neighbouring quads, so that those that it keeps have neighbouring ranks.
+// The candidates of a thread: neighbouring quads, so that the items that it keeps have neighbouring ranks.
 template <int kThreads>
 struct OwnQuads {
   static constexpr int kQuads = segment_quads(kThreads);
   int32_t begin, end;  // quads
-  int32_t steps;       // most quads of a thread: the same for all
+  int32_t steps;       // the most quads that a thread has
   uint4 ord[kQuads];
 
   // AnyCandidates: Candidates or RawCandidates, here as below.
@@ -58,16 +58,17 @@ struct BoundFinder {
   BoundSmem& s;
   const OwnQuads<kThreads>& own;
   int digits;
-  uint32_t second_counted = UINT32_MAX, third_counted = UINT32_MAX;  // the prefixes whose items hist[1], hist[2] count
+  uint32_t second_counted = UINT32_MAX, third_counted = UINT32_MAX;  // prefix of the items in hist[1], in hist[2]
   int first_above = 0;                                               // BinCounts::above of hist[0]
   int total = 0;                                                     // candidates that can be kept
 
-  // Counts also what is never kept, without a test for each. After BoundSmem::clear(); ends with a barrier.
+  // Also counts items that are never kept, which spares a test for each item. Comes after BoundSmem::clear(); ends
+  // with a barrier.
   __device__ __forceinline__ void count_first_digit() {
     __syncthreads();
     own.for_each_ord([&](uint32_t x) { atomicAdd(&s.hist[0][x >> digit_shift(0)], 1u); });
     __syncthreads();
-    // The last bin holds what is never kept, and nothing else.
+    // Bin 0, the last one, holds the items that are never kept, and no others.
     BinCounts<kThreads> bins;
     total = bins.load(s.hist[0], s.warp_sums) - static_cast<int>(s.hist[0][0]);
     first_above = bins.above;
@@ -86,7 +87,7 @@ struct BoundFinder {
     });
     __syncthreads();
   }
-  // The bound below the best wanted(number of candidates that can be kept) candidates, and that number.
+  // The bound below the best wanted(n) candidates, where n candidates can be kept. `number` becomes wanted(n).
   template <class Wanted>
   __device__ __forceinline__ Cut find(Wanted&& wanted, int& number) {
     Cut cut;
@@ -116,10 +117,10 @@ struct BoundFinder {
 
 // --- the candidates that are kept -----------------------------------------------------------------------------------
 
-// Which items of a thread a cut takes, as bits in key order, and how many of those before them.
+// Which items of a thread a cut takes, as bits in key order, and how many items before those of the thread.
 template <int kThreads>
 struct TakenItems {
-  uint32_t above = 0, equal = 0;  // bits of the items above the cut and equal to it; take() makes one of both
+  uint32_t above = 0, equal = 0;  // items above the cut and equal to it; take() adds to `above` the equal items taken
   int32_t before = 0;
 
   __device__ __forceinline__ TakenItems(const OwnQuads<kThreads>& own, const Cut& cut) {
@@ -138,9 +139,9 @@ struct TakenItems {
     add(above, [&](uint32_t ord) { return ord > cut.value; });
     if (cut.skip != INT_MAX) add(equal, [&](uint32_t ord) { return ord == cut.value; });
   }
-  // Items above the cut in the lower half, equal ones in the upper half.
+  // The number of items above the cut in the lower half of a word, of equal ones in the upper half.
   __device__ __forceinline__ uint32_t counts() const { return __popc(above) | __popc(equal) << 16; }
-  // Afterwards `above` has all items that are taken. earlier: counts() of all threads before this one.
+  // Afterwards `above` has all items that are taken. earlier: the sum of counts() of all threads before this one.
   __device__ __forceinline__ void take(const Cut& cut, uint32_t earlier) {
     const int earlier_equal = static_cast<int>(earlier >> 16);
     before = static_cast<int>(earlier & 0xffff) + max(earlier_equal - cut.skip, 0);
@@ -154,8 +155,8 @@ struct TakenItems {
 };
 
 // Calls sink(item, read(item), in_core, in_kept, core_rank, rest_rank) for every candidate that is kept, and, if
-// `visit_all`, for every other one too. The ranks number those of the core and the other kept ones in key order. One
-// barrier. kAtOnce: items that are read together.
+// `visit_all`, for every other one too. core_rank numbers the core, rest_rank the other kept candidates, both in key
+// order. One barrier. kAtOnce: items that are read together.
 template <int kAtOnce, int kThreads, class AnyCandidates, class Read, class Sink>
 __device__ __forceinline__ void for_each_kept(uint2 (&warp_tally)[32], const AnyCandidates& c,
                                               const OwnQuads<kThreads>& own, const Cut& core_cut, const Cut& kept_cut,

@@ -9,8 +9,8 @@ using namespace prep;
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-// Keys that a warp looks at together. `latest` holds the largest end of each such chunk: a block skips the chunks whose
-// keys have all left before its first row.
+// Keys that a warp looks at together. `latest` has the largest end of each such chunk, so that a block skips chunks
+// whose keys have all left before its first row.
 constexpr int kChunk = kIntervalChunk;
 // Chunks that a warp loads before it looks at the first of them.
 constexpr int kAtOnce = 4;
@@ -33,12 +33,12 @@ struct BlockView {
   const int32_t* end;
   const int32_t* latest;  // nullptr: look at every chunk
   int first, last;        // positions of the first and the last row
-  int lowest;             // first key within reach
+  int lowest;             // first key within reach of the first row
 
   __device__ __forceinline__ bool kept_by_any(int key, int until) const { return until > max(key, first); }
   __device__ __forceinline__ bool kept_by_all(int key, int until) const { return key <= first && until > last; }
-  // Calls f(kept by all, kept by some, key) in every lane for its key of each chunk from `begin` on that may hold kept
-  // keys, in key order.
+  // Calls f(kept by all, kept by some, key) for each key of the chunks begin, ..., stop - 1 that may have kept keys,
+  // in key order. Each lane has one key of a chunk, and all lanes make the call.
   template <class F>
   __device__ __forceinline__ void for_each_key(int begin, int stop, F&& f) const {
     const int lane = threadIdx.x % 32;
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kThreads) interval_kernel(const IntervalParams
   __shared__ int2 warp_sums[kWarps];
   follow_previous_kernel();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  // Blocks with most keys before them first.
+  // Blocks with the most keys before them start first.
   const int rows = lists.batch * lists.heads;
   const int row = blockIdx.x % rows, block = lists.blocks - 1 - blockIdx.x / rows;
   const int64_t list = static_cast<int64_t>(row) * lists.blocks + block;
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kThreads) interval_kernel(const IntervalParams
   view.first = block * lists.block_rows + (p.seqlen_k - p.seqlen_q);
   view.last = static_cast<int>(min(static_cast<int64_t>(view.first) + lists.block_rows, int64_t{p.seqlen_k}) - 1);
   view.lowest = max(view.first - p.reach + 1, 0);
-  // Each warp takes neighbouring chunks.
+  // Each warp has neighbouring chunks.
   const int chunk0 = view.lowest / kChunk, chunk1 = view.last / kChunk + 1;
   const int each = ceil_div(chunk1 - chunk0, kWarps);
   const int begin = min(chunk0 + warp * each, chunk1), stop = min(begin + each, chunk1);

@@ -1,6 +1,6 @@
-// The best keys of a long row in one launch, for the case that all its blocks fit the GPU together: decoding over a
-// full cache, where launches cost more than the work. A block keeps its keys in registers from the first digit to the
-// list; between the digits the blocks of a row wait for each other's histograms.
+// The best keys of a long list in one launch, if all its thread blocks fit the GPU at once. This is for decoding over
+// a full cache, where launches cost more than the work. A block keeps its keys in registers from the first digit to
+// the list; after each digit the blocks of a row wait for each other's histograms.
 #include "compact.cuh"
 
 namespace dmattn {
@@ -9,17 +9,18 @@ namespace {
 
 constexpr int kLaunchThreads = 512;
 constexpr int kLaunchWarps = kLaunchThreads / 32;
-constexpr int kOwnKeys = kChunkKeys / kLaunchThreads;  // of a thread, 32 apart: a warp's keys are contiguous
+constexpr int kOwnKeys = kChunkKeys / kLaunchThreads;  // of a thread, 32 apart: the keys of a warp are contiguous
 
 struct LaunchSmem {
   alignas(16) uint32_t hist[kBins];
   int32_t warp_sums[32];
   FoundBin found;
   int2 warp_counts[kLaunchWarps];
-  int32_t sums[3];
+  int32_t sums[2];
 };
 
-// Waits until every block of the row has come here for the n-th time, n from 1. The launch is cooperative: all run.
+// Waits until every block of the row has come here for the n-th time, n from 1. As the launch is cooperative, all of
+// them run.
 __device__ __forceinline__ void row_barrier(const SelectPlan& p, int row, int n) {
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -33,7 +34,7 @@ __device__ __forceinline__ void row_barrier(const SelectPlan& p, int row, int n)
   __syncthreads();
 }
 
-// The smallest ordered score that is selected, and how many of the keys equal to it are.
+// The smallest ordered score that is selected, and how many of the keys with this score are selected.
 struct LaunchCut {
   uint32_t value;
   int32_t need;
@@ -64,17 +65,18 @@ __device__ __forceinline__ LaunchCut find_cut(const SelectPlan& p, int row, cons
     __syncthreads();
     prefix = append_digit(prefix, digit, s.found.bin);
     need = s.found.need;
-    __syncthreads();  // found is set anew
+    __syncthreads();  // before `found` is reset for the next digit
   }
   return {prefix << digit_shift(p.digits - 1), need};
 }
 
-// Where the chunk's keys go: the number selected in the chunks before, and how many of its own keys that equal the cut
-// come too early to be selected. own: the chunk's keys above the cut and equal to it.
+// Returns where the chunk's keys go. x: how many keys of earlier chunks are selected. y: how many of the chunk's keys
+// that equal the cut are not selected: the earliest ones. own: how many of the chunk's keys lie above the cut (x) and
+// equal it (y).
 __device__ __forceinline__ int2 place_own(const SelectPlan& p, int row, int chunk, int2 own, int need, LaunchSmem& s) {
   int2* counts = p.chunk_counts + static_cast<int64_t>(row) * p.chunks;
   if (threadIdx.x == 0) counts[chunk] = own;
-  if (threadIdx.x < 3) s.sums[threadIdx.x] = 0;
+  if (threadIdx.x < 2) s.sums[threadIdx.x] = 0;
   row_barrier(p, row, p.digits + 1);
   int above = 0, later_equal = 0;
   for (int i = threadIdx.x; i < p.chunks; i += kLaunchThreads) {

@@ -30,11 +30,11 @@ __device__ __forceinline__ int2 find_document(const SelectParams& p, int key) {
 
 constexpr int kOrderThreads = 512;
 
-// Keys are kept to the end of their document unless they are displaced.
+// Writes the ends of keys as if none were displaced: a key is kept to the end of its document.
 __device__ __forceinline__ void start_ends(const SelectParams& p, const SelectPlan& plan, int row, int chunk0,
                                            int32_t* end) {
   const int last = min(chunk0 + kChunkKeys, p.seqlen_k);
-  // Not unrolled: a search for each would be more code to fetch than it takes time to run.
+  // Not unrolled: the search would be repeated in the code, and fetching that would take longer than running it.
 #pragma unroll 1
   for (int key = chunk0 + threadIdx.x; key < last; key += kOrderThreads) {
     const int2 document = find_document(p, key);
@@ -43,8 +43,8 @@ __device__ __forceinline__ void start_ends(const SelectParams& p, const SelectPl
   }
 }
 
-// Ordered scores, the documents, the starting values of end, and the histogram of the first digit of the keys that the
-// grid selects from. One block a chunk of kChunkKeys.
+// Writes the ordered scores, the documents, the first values of end, and the histogram of the first digit of the keys
+// that the grid selects from. One block for each chunk of kChunkKeys keys.
 template <class Score>
 __global__ void __launch_bounds__(kOrderThreads, 2)
     order_kernel(const SelectParams p, const SelectPlan plan, int chunks, int32_t* end) {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <climits>
-#include <cstring>
 #include <type_traits>
 
 #include "../shared/helper.cuh"
@@ -19,7 +18,7 @@ __host__ __device__ __forceinline__ constexpr int digit_shift(int digit) {
 __device__ __forceinline__ uint32_t digit_of(uint32_t ord, int digit) {
   return ord >> digit_shift(digit) & (digit == 2 ? 1023u : 2047u);
 }
-// The digits before `digit`.
+// The digits before `digit`, as one number.
 __device__ __forceinline__ uint32_t prefix_of(uint32_t ord, int digit) {
   return digit == 0 ? 0u : ord >> digit_shift(digit - 1);
 }
@@ -34,10 +33,10 @@ struct FoundBin {
   int32_t count;  // items in it
 };
 
-// A histogram held by the whole thread block: neighbouring bins of each thread, best first.
+// A histogram held by a thread block: each thread has the counts of neighbouring bins, the best bin first.
 template <int kThreads>
 struct BinCounts {
-  static constexpr int kPerThread = kThreads * 4 > kBins ? 4 : kBins / kThreads;  // of as many threads as have any
+  static constexpr int kPerThread = kThreads * 4 > kBins ? 4 : kBins / kThreads;  // the last threads may have none
   static_assert(kPerThread % 4 == 0);
   int count[kPerThread] = {};
   int above = 0;  // items in better bins of other threads
@@ -56,14 +55,14 @@ struct BinCounts {
       }
     }
   }
-  // Likewise, and finds `above`. Every thread takes part; one barrier. Returns the number of items.
+  // Reads like read(), and finds `above`. Every thread takes part; one barrier. Returns the number of items.
   __device__ __forceinline__ int load(const uint32_t* hist, int (&warp_sums)[32]) {
     read(hist);
     int total;
     above = block_exclusive_scan<kThreads>(sum, warp_sums, total);
     return total;
   }
-  // 1 <= need <= number of items: exactly one thread writes.
+  // Given 1 <= need <= number of items, exactly one thread writes `found`.
   __device__ __forceinline__ void locate(int need, FoundBin* found) const {
     if (need <= above || need > above + sum) return;
     int before = above;
@@ -87,8 +86,8 @@ __device__ __forceinline__ uint32_t ordered(float score) {
   if (u == 0x80000000u) u = 0;  // -0 == +0
   return u >> 31 ? ~u : u | 0x80000000u;
 }
-// Likewise of the bits of a 16-bit score, whose infinity has the bits `infinity`: in the upper half of a word, so that
-// two digits tell scores apart.
+// The same for the bits of a 16-bit score, in whose type infinity has the bits `infinity`. The result lies in the
+// upper half of a word, so that two digits are enough.
 __device__ __forceinline__ uint32_t ordered(uint32_t bits, uint32_t infinity) {
   if ((bits & 0x7fffu) > infinity || bits == (0x8000u | infinity)) return 0;
   if (bits == 0x8000u) bits = 0;
@@ -100,7 +99,7 @@ __device__ __forceinline__ uint32_t ordered(__nv_bfloat16 score) {
   return ordered(__bfloat16_as_ushort(score), kBFloat16Infinity);
 }
 
-// Of row `row` of the selection, in elements.
+// Offset of the first score of row `row` of the selection, in elements.
 __device__ __forceinline__ int64_t first_score(const SelectParams& p, int row) {
   return row / p.heads * p.score_batch_stride + row % p.heads * p.score_head_stride;
 }
@@ -133,8 +132,8 @@ __device__ __forceinline__ int2 document_of(const SelectPlan& p, int key) {
 
 // --- candidates ----------------------------------------------------------------------------------------------------
 
-// Up to two runs of keys, all keys of the first before those of the second, read four at a time. Items are numbered
-// through both runs; the first run is padded to a multiple of four.
+// Up to two runs of keys, all keys of the first before those of the second, read four at a time, which is a quad.
+// Items are numbered through both runs; the first run is padded to a multiple of four.
 struct Candidates {
   const uint32_t* first_ord;  // 16-byte aligned, zeros up to the next multiple of four
   const int32_t* first_key;
@@ -142,7 +141,7 @@ struct Candidates {
   const uint32_t* second_ord;  // 16-byte aligned, readable up to the next multiple of four
   const int32_t* second_key;   // nullptr: second_base + i
   int32_t second_base;
-  int32_t second_skip;  // its first items, at most 3, that are no candidates: it starts on 16 bytes
+  int32_t second_skip;  // its first items, at most 3, are no candidates: it starts on 16 bytes
   int32_t second_count;
 
   // The second run becomes the keys first .. last - 1 of a row.
@@ -180,12 +179,12 @@ struct Candidates {
     if (i < 0) return __ldg(first_key + item);
     return second_key != nullptr ? __ldg(second_key + i) : second_base + i;
   }
-  // Of an item that exists.
+  // The ordered score of an item that exists.
   __device__ __forceinline__ uint32_t ord(int item) const {
     const int i = item - 4 * first_quads();
     return i < 0 ? __ldg(first_ord + item) : __ldg(second_ord + i);
   }
-  // The first `quads` of `to`: quads begin .. end - 1, and zeros.
+  // Fills the first `quads` of `to` with the quads begin .. end - 1, and then zeros.
   template <int kQuads>
   __device__ __forceinline__ void load(uint4 (&to)[kQuads], int quads, int begin, int end) const {
 #pragma unroll
@@ -196,8 +195,8 @@ struct Candidates {
   }
 };
 
-// Likewise the keys before a position, whose scores of kBytes are read as they are: neighbours in memory, without a
-// mask.
+// The same functions for the keys before a position whose scores, of kBytes each, are read from the caller's tensor.
+// They are contiguous in memory, and there is no mask.
 template <int kBytes>
 struct RawCandidates {
   static_assert(kBytes == 2 || kBytes == 4);
@@ -205,7 +204,7 @@ struct RawCandidates {
   using Quad = std::conditional_t<kBytes == 4, uint4, uint2>;
 
   const Score* scores;
-  uint32_t infinity;  // its bits, where scores have 16
+  uint32_t infinity;  // the bits of infinity, if scores have 16 bits
   bool is_vec;        // a row starts on a multiple of four scores
   int32_t count;
 
@@ -217,11 +216,11 @@ struct RawCandidates {
   __device__ __forceinline__ int quads() const { return ceil_div(count, 4); }
   __device__ __forceinline__ bool exists(int item) const { return item < count; }
   __device__ __forceinline__ int key(int item) const { return item; }
-  // Of any key of the row.
+  // The ordered score of any key of the row, a candidate or not.
   __device__ __forceinline__ uint32_t ord(int key) const { return ordered_bits(__ldg(scores + key)); }
   template <int kQuads>
   __device__ __forceinline__ void load(uint4 (&to)[kQuads], int quads, int begin, int end) const {
-    Quad bits[kQuads];  // all of them are asked for before the first is looked at
+    Quad bits[kQuads];  // all are requested before the first is used
 #pragma unroll
     for (int u = 0; u < kQuads; ++u) {
       if (u >= quads) break;
@@ -248,7 +247,7 @@ struct RawCandidates {
       return ordered(bits, infinity);
     }
   }
-  // Of the four keys from `first` on. Those that are no candidates have -inf.
+  // The bits of the four scores from `first` on; those of -inf for keys that are no candidates.
   __device__ __forceinline__ Quad load_bits(int first) const {
     if (is_vec && first + 4 <= count) return __ldg(reinterpret_cast<const Quad*>(scores + first));
     uint32_t bits[4];
@@ -269,8 +268,8 @@ __device__ __forceinline__ int64_t set_index(const SelectPlan& p, int row, int s
   return (static_cast<int64_t>(buffer) * p.rows + row) * p.sets + set;
 }
 
-// What the search for the best keys before position row0 reads, of the document that starts at `start`: the last set
-// before it, and the keys from there on.
+// The candidates for the best keys before position row0 of the document that starts at `start`: the last set up to
+// there, and the keys behind that set.
 __device__ __forceinline__ Candidates block_candidates(const SelectPlan& p, int row, int row0, int start) {
   Candidates c{};
   const int super = (row0 - p.set_origin) / p.super_keys;
@@ -310,8 +309,8 @@ __device__ __forceinline__ void for_each_ord(const Candidates& c, F&& f) {
 
 // --- selection -----------------------------------------------------------------------------------------------------
 
-// A bound between the keys that are taken and the others: those above `value`, and of those equal to it all but the
-// first `skip` in key order, so that ties go to the later keys.
+// A bound between the keys that are taken and the others. Taken are those above `value` and, of those equal to it, all
+// but the first `skip` in key order, so that ties go to later keys.
 struct Cut {
   uint32_t value;
   int32_t skip;
@@ -323,7 +322,7 @@ struct Selected {
   int32_t core, kept;
 };
 
-// What the threads of a selecting block share. The uniform values among it are here for the sake of registers.
+// What the threads of a selecting block share. Values that all threads have in common are here to save registers.
 struct SelectSmem {
   alignas(16) uint32_t hist[2][kBins];
   int4 warp_tally[32];  // core above, core equal, kept above, kept equal

@@ -1,6 +1,6 @@
 // Running top-w by segments of up to four neighbouring blocks of query rows. A thread block finds the best keys before
-// its segment once, with the candidates in registers from the first digit on; follows the keys that join inside the
-// segment and those that leave in return; and writes the list of every block of rows from that.
+// its segment once, with the candidates in registers from the first digit on. It then follows the active keys: those
+// that join inside the segment and those that may leave. From both it writes the lists of all blocks of the segment.
 #include "displaced.cuh"
 #include "in_registers.cuh"
 
@@ -8,19 +8,20 @@ namespace dmattn {
 namespace prep {
 namespace {
 
-// What becomes of the active keys.
+// When the active keys come and go.
 struct ActiveSmem {
   DisplacedSmem displaced;
-  // The rows that keep each, leaving keys first: the first row in the lower half, the one after the last in the upper.
+  // The rows that keep each active key, leaving keys first: the first row in the lower half of the word, the last row
+  // + 1 in the upper half.
   uint32_t span[kMaxActive];
-  uint2 kept_by[kMaxSegmentBlocks][kActiveWords];  // of each block: all its rows (x), some (y); a bit for each key
+  uint2 kept_by[kMaxSegmentBlocks][kActiveWords];  // of each block: bits of the keys that all (x), some rows (y) keep
 };
 
 struct SegmentSmem {
   union {
-    BoundSmem bound;                       // at first
+    BoundSmem bound;                       // while bounds are searched
     int32_t core_item[kMaxSegmentWindow];  // then: the candidates that no row of the segment can lose
-    ActiveSmem active;                     // at last
+    ActiveSmem active;                     // at the end
   };
   ActiveKeys keys;
   uint2 warp_tally[32];
@@ -28,9 +29,9 @@ struct SegmentSmem {
 };
 static_assert(kSegmentRows / 32 <= 32, "a lane for each");
 
-// What is known of the whole segment.
+// What is known of a whole segment.
 struct Segment {
-  int32_t row, block0, row0, rows;  // the row of the selection; first block, its first position, rows of all blocks
+  int32_t row, block0, row0, rows;  // row of the selection; first block; position of the first row; rows of all blocks
   int32_t kept, core, joining;      // `core` of the `kept` keys cannot leave
 
   __device__ __forceinline__ int leaving() const { return kept - core; }
@@ -38,7 +39,7 @@ struct Segment {
 
 // --- keys that join ------------------------------------------------------------------------------------------------
 
-// The segment's own keys. One that is worse than all keys kept before it changes nothing.
+// The keys at the positions of the segment's rows. One that is worse than all keys kept before it changes nothing.
 template <int kThreads>
 struct OwnKeys {
   static constexpr int kEach = kThreads < kSegmentRows ? kSegmentRows / kThreads : 1;
@@ -80,9 +81,10 @@ struct OwnKeys {
 
 // --- keys that leave -----------------------------------------------------------------------------------------------
 
-// Puts the core, as items of the candidates, and the keys that may leave into shared memory, in key order. `end`: not
-// null where candidates that are not kept have no block of rows that sees them leave. s.bound is out of use from its
-// first barrier on; the core may be read when this returns, the others after the next barrier.
+// Puts into shared memory, in key order, the core as items of the candidates, and the keys that may leave. `end` is
+// null except for the first segment: no block of rows sees candidates leave that are not kept there, so that their
+// ends are written here. s.bound is out of use from the first barrier on; the core may be read when this returns, the
+// other keys after the next barrier.
 template <int kThreads, class AnyCandidates>
 __device__ __forceinline__ void split_kept(SegmentSmem& s, const AnyCandidates& c, const OwnQuads<kThreads>& own,
                                            const Cut& core_cut, const Cut& kept_cut, int leaving, int32_t* end) {
@@ -105,8 +107,8 @@ __device__ __forceinline__ void split_kept(SegmentSmem& s, const AnyCandidates& 
   }
 }
 
-// Finds the rows that keep each of the active keys. last_end: what `end` becomes of those that the last row of all
-// keeps; 0: it is that already, or the segment is not the last. Ends with a barrier.
+// Finds the rows that keep each active key. last_end: the end of keys that the last row of all keeps; 0: it has been
+// written already, or the segment is not the last. Ends with a barrier.
 template <int kThreads>
 __device__ __forceinline__ void follow(SegmentSmem& s, const Segment& at, int window, int32_t* end, int last_end) {
   const int leaving = at.leaving();
@@ -130,7 +132,7 @@ __device__ __forceinline__ void follow(SegmentSmem& s, const Segment& at, int wi
     const bool present = last > first;
     if (end != nullptr && (last < at.rows || last_end > 0)) {
       const int key = is_new ? at.row0 + first : s.keys.leaving_key[slot];
-      // A kept key that the very first position displaces was seen by the block before, if there is one.
+      // A leaving key that the first row displaces was seen by the block before, if there is one.
       const bool was_seen = present || (!is_new && at.block0 > 0);
       end[key] = last == at.rows ? last_end : was_seen ? at.row0 + last : key;
     }
@@ -142,8 +144,8 @@ __device__ __forceinline__ void follow(SegmentSmem& s, const Segment& at, int wi
 
 // --- lists ---------------------------------------------------------------------------------------------------------
 
-// Adds the active keys to the lists of the segment's blocks, behind the core: those that all rows of a block keep, then
-// those that some do. Each block has some of the warps, which take 32 keys at a time.
+// Adds the active keys to the lists of the segment's blocks, behind the core: those that all rows of a block keep,
+// then those that only some keep. Each block has an equal share of the warps, which take 32 keys at a time.
 template <int kThreads>
 __device__ __forceinline__ void write_active(SegmentSmem& s, const Segment& at, const KeyList& keys, int blocks) {
   constexpr int kWarpsEach = kThreads / 32 / kMaxSegmentBlocks;
@@ -188,15 +190,15 @@ __device__ __forceinline__ void write_active(SegmentSmem& s, const Segment& at, 
   if (keys.full != nullptr) const_cast<int32_t*>(keys.full)[list] = full;
 }
 
-// kBytes: those of a score, where nothing has put scores in order and written where keys end (SelectPlan::ord);
-// otherwise 0.
+// kBytes: the bytes of a score, if segments read the scores and write all ends (SelectPlan::reads_scores); 0 if
+// select_order() has written the ordered scores and the first values of ends.
 template <int kThreads, int kBytes>
 __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
     segment_kernel(const SelectPlan p, const __grid_constant__ SelectParams scores, const KeyList keys) {
   __shared__ SegmentSmem s;
   s.bound.clear<kThreads>(p.digits);
   follow_previous_kernel();
-  // Segments with most keys before them first.
+  // Segments with the most keys before them start first.
   const int segments = ceil_div(keys.blocks, p.segment_blocks);
   Segment at;
   at.row = blockIdx.x % p.rows;

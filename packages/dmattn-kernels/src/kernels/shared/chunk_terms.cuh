@@ -1,5 +1,5 @@
-// Which chunks of rows see a key, where each row sees the keys of an interval: what decides how many ChunkTerms a key
-// has.
+// Which chunks of rows see a key, if the rows that see it are an interval. This decides how many rows of ChunkTerms a
+// key has.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,13 +8,14 @@
 
 namespace dmattn {
 
-// The rows of a round, and of all; how many of them a chunk has.
+// The rows of a round, among all rows of the call, and the number of rows of a chunk.
 struct TermRange {
   Divisor chunk_rows;
   int32_t row_begin, row_end;
   int32_t seqlen_q, seqlen_k;
 };
-// Keys from here on are seen by rows behind the round alone, if at all.
+// The number of keys that rows of the round or earlier ones may see. Later keys are seen only by rows behind the
+// round, if by any.
 inline int32_t keys_up_to(const TermRange& t) {
   const int64_t after = int64_t{t.row_end} + t.seqlen_k - t.seqlen_q;
   return after < 0 ? 0 : after < t.seqlen_k ? static_cast<int32_t>(after) : t.seqlen_k;
@@ -25,11 +26,11 @@ inline TermRange term_range(int32_t chunk_rows, int32_t row_begin, int32_t rows,
           seqlen_k};
 }
 
-// The rows first, ..., after - 1 that see a key: those of all rounds. None where these are not in order.
+// The rows first, ..., after - 1 that see a key, in whichever rounds they are. No row sees it where first >= after.
 struct RowsOfKey {
   int first, after;
 
-  // `end` may be the caller's and any number.
+  // `end` may come from the caller and be any number.
   __device__ __forceinline__ RowsOfKey(const TermRange& t, int key, int end) {
     const int offset = t.seqlen_k - t.seqlen_q;
     first = max(key - offset, 0);
@@ -39,7 +40,7 @@ struct RowsOfKey {
   __device__ __forceinline__ bool are_in(const TermRange& t) const {
     return max(first, t.row_begin) < min(after, t.row_end);
   }
-  // Whether the round has a part in the key's sums: also the last round, of a key that no row sees.
+  // Whether the round writes or adds to the key's sums. The last round also writes those of keys that no row sees.
   __device__ __forceinline__ bool belong_to(const TermRange& t) const {
     return are_in(t) || (!exist() && t.row_end == t.seqlen_q);
   }
@@ -49,7 +50,7 @@ struct RowsOfKey {
   __device__ __forceinline__ bool go_on(const TermRange& t) const { return first < t.row_end && after > t.row_end; }
 };
 
-// The chunks first, ..., first + count - 1 of a round.
+// The chunks first, ..., first + count - 1, counted from the first chunk of the round.
 struct ChunksOfKey {
   int first, count;
 };

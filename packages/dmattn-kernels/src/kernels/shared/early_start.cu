@@ -1,4 +1,4 @@
-// Whether kernels start early on a device; the counter that is cleared between two that do.
+// Whether kernels start early on a device, and the kernel that clears a work counter.
 #include <atomic>
 #include <cstdlib>
 
@@ -9,8 +9,8 @@
 namespace dmattn {
 namespace {
 
-// The next kernel is one of this library, which waits before it reads the counter: it may start before this one has
-// anything to do.
+// Lets the next kernel start before its own wait: that kernel is one of this library, which waits before it reads the
+// counter.
 __global__ void clear_counter_kernel(int32_t* counter) {
   let_next_kernel_start();
   wait_for_previous_kernel();
@@ -20,11 +20,11 @@ __global__ void clear_counter_kernel(int32_t* counter) {
 bool find_out() {
   cudaFuncAttributes code{};
   int driver = 0;
-  // Stands for all kernels that start early: they are compiled for the same architectures (cmake/cuda.cmake), or for
-  // one that can wait.
+  // This kernel's code stands for that of all kernels that start early: they are compiled for the same architectures
+  // (cmake/cuda.cmake), or for one that has the instruction to wait.
   if (cudaFuncGetAttributes(&code, clear_counter_kernel) != cudaSuccess ||
       cudaDriverGetVersion(&driver) != cudaSuccess) {
-    (void)cudaGetLastError();  // the launch reports what is wrong
+    (void)cudaGetLastError();  // clears the error: the launch that follows reports what is wrong
     return false;
   }
   return may_start_early(code.ptxVersion, driver, std::getenv("DMATTN_EARLY_START"));

@@ -1,17 +1,20 @@
-// Kernels that start early: on Hopper and later, a kernel may be launched while the one before it on the stream still
-// runs, and then waits on the device ("programmatic dependent launch"). What a launch costs passes meanwhile.
+// Kernels that start early: on Hopper and later, a kernel may be launched while the previous one of the stream still
+// runs, and then waits for that one on the device ("programmatic dependent launch"). The launch itself then overlaps
+// with the previous kernel.
 //
-// The rule that makes it safe: a kernel that is launched by launch_early() calls wait_for_previous_kernel() in every
-// thread that reads or writes global memory, before the first such access, and in at least one thread of the grid
-// whatever happens. The wait lasts until the kernel before has ended and all of its writes can be seen. That kernel has
-// waited for the one before it in turn, so that all kernels before have ended. A kernel that waits has not yet touched
-// memory: not its inputs, not its outputs, and not a workspace that an earlier kernel still uses and whose memory the
-// caller has given away again.
-// One kernel waits at its end instead, keep_keys_kernel() where it is asked to: it follows a kernel over lists that
-// writes nothing it reads and reads nothing it writes, and that lets it start behind a wait of its own.
-// let_next_kernel_start() comes after the wait, unless the next kernel is known to keep this rule: that of another
-// library may rely on all kernels but the one before it having ended. Everything else on a stream (kernels launched
-// plainly, copies, events) waits for the end as ever.
+// The rule that makes this safe: in a kernel that is launched by launch_early(), every thread that reads or writes
+// global memory calls wait_for_previous_kernel() before its first such access, and at least one thread of the grid
+// calls it in any case. The wait lasts until the previous kernel has ended and all of its writes are visible. As that
+// kernel has waited in turn, all kernels before it have ended too. A kernel that has not waited yet has touched no
+// memory: neither its inputs nor its outputs, nor a workspace that an earlier kernel still uses and that the caller
+// has already given back.
+// Two kernels do otherwise (docs/kernels.md, "Kernels that start early"). keep_keys_kernel() waits at its end if
+// KeepKeysParams::starts_early is set: neither it nor the kernel before it writes anything that the other reads or
+// writes. The decode kernel of a draft reads, before it waits, what the kernel of cache_draft() does not write. In
+// both cases the kernel before lets the next one start only after a wait of its own.
+// let_next_kernel_start() comes after the wait, unless the next kernel is known to keep this rule. A kernel of another
+// library may rely on the end of all kernels but the one directly before it. Everything else on a stream (kernels
+// launched without this attribute, copies, events) waits for the end of the previous kernel as usual.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -20,25 +23,26 @@
 
 namespace dmattn {
 
-// The two compile to nothing below compute capability 9.0. There launch_early() is a plain launch.
+// Below compute capability 9.0 these two functions are empty, and launch_early() is an ordinary launch.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// The next kernel is set up once all thread blocks have called this or ended.
+// The next kernel is started once all thread blocks of this one have called this or ended.
 __device__ __forceinline__ void let_next_kernel_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-// Both, as short kernels have it.
+// The two in this order, for short kernels.
 __device__ __forceinline__ void follow_previous_kernel() {
   wait_for_previous_kernel();
   let_next_kernel_start();
 }
 
-// Whether launch_early() does on the current device. Looked up once for each; see host/early_start.h.
+// Whether launch_early() starts kernels early on the current device. Found out once for each device: see
+// host/early_start.h.
 bool starts_early();
 
 // Launches a kernel that keeps the rule above.
@@ -56,7 +60,7 @@ cudaError_t launch_early(void (*kernel)(Params...), uint32_t blocks, int threads
   config.attrs = &early;
   config.numAttrs = starts_early() ? 1 : 0;
   const cudaError_t status = cudaLaunchKernelEx(&config, kernel, args...);
-  if (status != cudaSuccess) (void)cudaGetLastError();  // reported here
+  if (status != cudaSuccess) (void)cudaGetLastError();  // clears the error, which is returned
   return status;
 }
 

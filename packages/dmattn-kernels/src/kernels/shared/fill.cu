@@ -1,4 +1,4 @@
-// Zeros in a strided tensor.
+// Zeros in a strided tensor or a range of memory.
 #include "fill.h"
 #include "row_chunks.cuh"
 

@@ -19,8 +19,8 @@ namespace prep {
 
 constexpr uint32_t kFullWarp = 0xffffffffu;
 
-// Every grid here is flattened to x (2^31 - 1 blocks; y and z end at 65535). An empty extent launches nothing. The
-// kernel may start early: see early_start.cuh for what it owes in return.
+// The grid is one-dimensional: x may have 2^31 - 1 blocks, y and z only 65535. No blocks: nothing is launched. The
+// kernel may start early and has to keep the rule of early_start.cuh.
 template <class... Params, class... Args>
 cudaError_t launch(void (*kernel)(Params...), int64_t blocks, int threads, size_t smem, cudaStream_t stream,
                    const Args&... args) {
@@ -128,8 +128,8 @@ __device__ __forceinline__ Int warp_inclusive_scan(Int x) {
   return x;
 }
 
-// Sum of x over the threads before this one, and over all of them. Every thread of the block takes part; `warp_sums`
-// may be reused after the caller's next barrier.
+// Returns the sum of x over the threads before this one; `total` becomes the sum over all threads. Every thread of the
+// block takes part; `warp_sums` may be reused after the caller's next barrier.
 template <int kThreads>
 __device__ __forceinline__ int block_exclusive_scan(int x, int (&warp_sums)[32], int& total) {
   static_assert(kThreads % 32 == 0 && kThreads <= 1024);

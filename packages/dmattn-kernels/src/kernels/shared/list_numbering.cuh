@@ -1,4 +1,5 @@
-// The numbers by which thread blocks take the items of the backward over lists on Hopper, where these are in any order.
+// The numbers by which thread blocks take the items of the backward over lists on Hopper, where sums are added up in
+// any order.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,7 +8,7 @@
 
 namespace dmattn {
 
-// Query heads of a group, from begin up to end, as one word.
+// The query heads begin, ..., end - 1 of a group, packed into one word.
 struct HeadShare {
   int32_t word;
 
@@ -16,22 +17,24 @@ struct HeadShare {
   __device__ __forceinline__ int end() const { return word >> 16; }
 };
 
-// What lists have room for, in the order of places: sections of parts (groups of all batches), in each chunk by chunk,
-// in each tile by tile, and of each tile the parts of the section.
+// The tiles that lists have room for, and how their places are ordered: by section, in a section by chunk (the last
+// one first), in a chunk by tile, and for each tile by part. A part is the query heads of one kv head of a batch
+// entry.
 struct ListRoom {
   int tiles, chunks;
-  int all_parts, section_parts, sections;  // sections: of section_parts; one more has the rest
+  int all_parts, section_parts, sections;  // sections: those of section_parts; one more has the rest
 };
 struct ListPlace {
   int place;
   HeadShare heads;
 };
 
-// Items have the numbers of places without the tiles behind the longest list of their chunk, which would take long to
-// pass over. A tile of the last chunks, by places, is several items, which share out the heads of the group.
+// Items are numbered in the order of places, but without the places of tiles behind the longest list of a chunk:
+// passing over these would take long. Each tile of the chunks whose places come last is several items, which divide
+// the query heads of the group between them.
 struct ListNumbering {
-  int rows, tail_row, tail_parts;  // the last chunks begin at tail_row; `rows` and 1: there are none
-  const int32_t* rows_before;      // as behind ListNumbers; nullptr: all chunks have as many as there is room for
+  int rows, tail_row, tail_parts;  // divided tiles begin at tail_row; `rows` and 1: there are none
+  const int32_t* rows_before;      // see ListNumbers; nullptr: chunks have all the tiles that there is room for
 
   __device__ __forceinline__ int items_of_part() const { return rows + (rows - tail_row) * (tail_parts - 1); }
   __device__ __forceinline__ int items(const ListRoom& room) const { return items_of_part() * room.all_parts; }
@@ -56,7 +59,8 @@ struct ListNumbering {
  private:
   __device__ __forceinline__ int place_of_row(const ListRoom& room, int row) const {
     if (rows_before == nullptr) return row;
-    // The last chunk that does not begin behind it, by places; by numbers the first.
+    // The last chunk has the first rows, so rows_before falls as chunks are numbered upwards. The row lies in the
+    // lowest-numbered chunk that does not begin behind it.
     int low = 0, high = room.chunks - 1;
     while (low < high) {
       const int chunk = (low + high) / 2;

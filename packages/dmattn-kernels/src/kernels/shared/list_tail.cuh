@@ -1,12 +1,12 @@
-// When the backward over lists on Hopper is done if its last items are shared out: see ListNumbers.
+// Estimates when the backward over lists on Hopper ends if its last items are divided: see ListNumbers.
 #pragma once
 
 #include <cuda_runtime.h>
 
 namespace dmattn {
 
-// Quotients of numbers up to 2^20, rounded down or up. The launch waits for one warp that needs many of them, and
-// integer division takes several times as long.
+// Quotients of numbers up to 2^20, rounded down or up. One warp needs many of them while the launch waits for it, and
+// an integer division takes several times as long as this product of floats.
 struct QuickDivisor {
   int value;
   float inverse;
@@ -16,13 +16,13 @@ struct QuickDivisor {
   __device__ __forceinline__ int up(int n) const { return down(n + value - 1); }
 };
 
-// Estimated in steps, as if each item had all rows of a chunk: thread blocks, which take the next item when they are
-// done, then go in step.
+// The end of the launch in steps, as if each item had all rows of a chunk. All whole items then take the same time,
+// and thread blocks, which take the next item when they are done, begin and end them together, in waves.
 struct ListEnd {
   QuickDivisor blocks;
-  int all;  // items before any is shared out
+  int all;  // items before any is divided
   int heads, steps_of_head, steps_of_prologue;
-  int whole;  // steps of an item
+  int whole;  // steps of an item that is not divided
 
   __device__ __forceinline__ ListEnd(int blocks, int all, int heads, int steps_of_head, int steps_of_prologue)
       : blocks(blocks),
@@ -34,13 +34,14 @@ struct ListEnd {
 
   __device__ __forceinline__ int of_whole() const { return blocks.up(all) * whole; }
 
-  // Of the last `tail` items, at least one, each becomes `parts` smaller ones.
+  // Each of the last `tail` items, which is at least one, becomes `parts` smaller ones.
   __device__ __forceinline__ int with_tail(int tail, int parts) const {
-    const int waves = blocks.down(all - tail);  // until their end all blocks are busy with whole items
+    const int waves = blocks.down(all - tail);  // in which all thread blocks have whole items
     const int busy = all - tail - waves * blocks.value, idle = blocks.value - busy, smaller = tail * parts;
     const QuickDivisor step((heads + parts - 1) / parts * steps_of_head + steps_of_prologue);
-    // The last one ends as a smaller item of a block that began with such, or of one that had a whole item first. How
-    // many of the one kind, or of the other, a block has until all of them are done:
+    // After these waves, `busy` thread blocks take one more whole item, and `idle` ones begin with smaller items. Let
+    // the last smaller item end in a thread block of either kind: how many smaller items a block of that kind then
+    // takes.
     const int in_whole = step.down(whole), to_whole = step.up(whole);
     const int by_idle = smaller <= idle * to_whole ? static_cast<int>((smaller + idle - 1 + 0.5f) / idle)
                                                    : blocks.up(smaller + busy * to_whole);

@@ -1,5 +1,5 @@
 // A warp's accumulators: float acc[MT][NT][4] over MT x NT fragments of 16 rows and 8 columns, as mma.sync leaves
-// them. wgmma leaves those of its 64 rows to four warps in the same way.
+// them. A wgmma leaves its 64 rows in the same form, 16 of them in each of four warps.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,4 +1,4 @@
-// Launching a kernel that needs much shared memory.
+// The launch of attention kernels, which need more shared memory than a kernel has by default.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,8 +10,8 @@
 
 namespace dmattn {
 
-// Raises the kernel's shared-memory limit once per device (a call per launch would cost a microsecond), then launches.
-// kEarly: the kernel may start early, see early_start.cuh for what it owes in return.
+// Raises the kernel's shared-memory limit once per device (doing so at each launch would cost a microsecond), then
+// launches. kEarly: the kernel may start early, and must keep the rule that early_start.cuh describes.
 template <bool kEarly = false, class Params>
 cudaError_t launch(void (*kernel)(Params), int64_t blocks, int threads, uint32_t smem_bytes, uint32_t smem_max,
                    std::atomic<uint64_t>& devices_ready, const Params& params, cudaStream_t stream) {

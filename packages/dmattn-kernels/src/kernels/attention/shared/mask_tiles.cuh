@@ -1,4 +1,4 @@
-// Which tiles a dense mask leaves, from the cell states that pack_mask wrote (64 x 64 cells).
+// Which tiles of a dense mask are empty, partial or full, from the states of 64 x 64 cells that pack_mask wrote.
 #pragma once
 
 #include "../../params.h"
@@ -7,14 +7,14 @@ namespace dmattn {
 
 enum class TileState { kEmpty, kPartial, kFull };
 
-// The states of the tiles along one band of blocks: fixed block of kBlockFixed rows (or keys), scanned in blocks of
-// kBlockScan keys (or rows). Used by the forward (rows fixed) and, transposed, by the backward (keys fixed).
+// The states of the tiles of one block of kBlockFixed rows (or keys), which is fixed. Its tiles are the blocks of
+// kBlockScan keys (or rows) along it. The forward fixes rows; the backward fixes keys and uses the transposed bitmaps.
 template <int kBlockFixed, int kBlockScan>
 struct MaskTiles {
-  const uint32_t* any = nullptr;  // bitmaps of the first fixed band; nullptr: no mask, every tile is full
+  const uint32_t* any = nullptr;  // bitmaps of the first band of the fixed block; nullptr: no mask, every tile is full
   const uint32_t* all = nullptr;
   int words = 0;
-  int bands = 1;  // fixed bands in this block that exist
+  int bands = 1;  // bands of the fixed block that exist
 
   __device__ __forceinline__ MaskTiles() {}
   __device__ __forceinline__ MaskTiles(const uint32_t* any_map, const uint32_t* all_map, int words_, int bands_total,
@@ -41,12 +41,12 @@ struct MaskTiles {
       every &= __ldg(all + word) >> shift;
     }
     if ((some & kPick) == 0) return TileState::kEmpty;
-    // A cell past the edge of the mask is marked neither, which makes the last tile partial: always right, full is
-    // merely faster.
+    // A cell past the edge of the mask is marked neither as kept nor as full, so that the last tile counts as
+    // partial. That is always correct; a full tile would only be faster.
     return (every & kPick) == kPick ? TileState::kFull : TileState::kPartial;
   }
 
-  // The largest non-empty block <= block, or a value below `lowest`. Skips 32 cells at a time.
+  // The largest block <= `block` that is not empty, or a value below `lowest`. Skips up to 32 empty cells at a time.
   __device__ __forceinline__ int last_nonempty(int block, int lowest) const {
     if (any == nullptr) return block;
     while (block >= lowest) {
@@ -57,7 +57,7 @@ struct MaskTiles {
       some &= 0xffffffffu >> (31 - (cell_hi & 31));
       if (some != 0) {
         const int cell = word * 32 + 31 - __clz(some);
-        // The highest block that overlaps the cell, but not above where we are.
+        // The highest block that overlaps the cell, but none above `block`.
         return min(block, (cell * kMaskBand + kMaskBand - 1) / kBlockScan);
       }
       block = (word * 32 * kMaskBand) / kBlockScan - 1;
@@ -66,8 +66,9 @@ struct MaskTiles {
   }
 };
 
-// The same tiles, walked from the last to the first by one thread that has little time and few registers: what was read
-// of the bitmaps, 32 cells of each band, is kept for the tiles that follow. Tiles are whole cells.
+// The same tiles, visited from the last to the first by one thread that has little time and few registers: the words
+// of the bitmaps that were read last, which hold 32 cells of each band, are kept for the following tiles. Tiles
+// consist of whole cells.
 template <int kBlockFixed, int kBlockScan>
 struct MaskTileWalk {
   static constexpr int kBands = kBlockFixed / kMaskBand, kCells = kBlockScan / kMaskBand;
@@ -78,11 +79,11 @@ struct MaskTileWalk {
     bool is_partial;
   };
 
-  const uint32_t* any;  // bitmaps of the first fixed band; nullptr: no mask, every tile is full
+  const uint32_t* any;  // bitmaps of the first band of the fixed block; nullptr: no mask, every tile is full
   const uint32_t* all;
-  int words, bands;  // fixed bands of the tiles that exist
+  int words, bands;  // words of a band; bands of the fixed block that exist
   int first = 0;     // tiles before this one are left out
-  int word = -1;     // the one that was read last, of all bands together:
+  int word = -1;     // number of the word that was read last; in all bands together it is:
   uint32_t some = 0, every = 0;
 
   // The largest non-empty tile below `end`.
@@ -94,8 +95,7 @@ struct MaskTileWalk {
       if (left == 0) continue;
       const int n = (word * 32 + 31 - __clz(left)) / kCells;
       if (n < first) break;
-      // A cell past the edge of the mask is marked neither, which makes the last tile partial: always right, full is
-      // merely faster.
+      // As in MaskTiles::state(): the last tile may count as partial because of cells past the edge of the mask.
       constexpr uint32_t kPick = (1u << kCells) - 1;
       return {n, (every >> (n * kCells % 32) & kPick) != kPick};
     }

@@ -1,5 +1,5 @@
-// What happens to a tile of scores between q k^T and the softmax: scale, softcap, bias, mask, causality, lengths.
-// One authority for the forward and the backward.
+// What happens to a tile of scores between q k^T and the softmax: scale, softcap, bias, mask, causality, lengths. The
+// forward and the backward share this code, so that both compute the same scores.
 #pragma once
 
 #include <climits>
@@ -18,7 +18,7 @@ __device__ __forceinline__ float load_bias(const BiasParams& bias, int64_t offse
   return is_bf16 ? ElementTraits<cutlass::bfloat16_t>::unpack(bits).x : ElementTraits<cutlass::half_t>::unpack(bits).x;
 }
 
-// Per-tile inputs of the score modification.
+// What the functions below read for a tile.
 struct ScoreInputs {
   uint32_t bias_tile = 0;                // kTile: shared address of a SmemTile<kBlockN> of 16-bit bias
   const float* key_bias = nullptr;       // kKey: shared, one fp32 per key of the tile
@@ -52,7 +52,7 @@ __device__ __forceinline__ void scale_scores(float (&acc)[MT][NT][4], float scal
   }
 }
 
-// acc += bias, in natural units: a bias of finfo.min may not overflow, as it would after a multiplication by log2(e).
+// acc += bias, in natural units: multiplied by log2(e), a bias of finfo.min would overflow.
 template <class Element, int kBlockN, bool kGathered, bool kElementLoads, int MT, int NT>
 __device__ __forceinline__ void add_bias(float (&acc)[MT][NT][4], const BiasParams& bias, int64_t bias_base,
                                          const ScoreInputs& in, const FragmentMap& map) {
@@ -144,8 +144,8 @@ __device__ __forceinline__ void apply_limits(float (&acc)[MT][NT][4], const Scor
     }
 }
 
-// The same of neighbouring keys where rows are not one position apart: last_of(row) is the last position that a row
-// sees.
+// The same for neighbouring keys, where the positions of rows do not follow one another: last_of(row) is the last
+// position that a row sees.
 template <int MT, int NT, class LastOf>
 __device__ __forceinline__ void apply_limits_of_rows(float (&acc)[MT][NT][4], const ScoreInputs& in,
                                                      const FragmentMap& map, const LastOf& last_of) {
@@ -163,7 +163,7 @@ __device__ __forceinline__ void apply_limits_of_rows(float (&acc)[MT][NT][4], co
     }
 }
 
-// The positions that keep a key of an interval list: begin <= r < begin + length.
+// The row positions r that keep a key of an interval list: begin <= r < begin + length.
 struct KeyInterval {
   int32_t begin, length;
 };

@@ -7,9 +7,10 @@
 
 namespace dmattn {
 
-// A shared-memory tile of 16-bit elements, kCols a row, in 16-byte chunks. The chunk index is XORed with the row so
-// that the eight rows of an 8x8 matrix (ldmatrix) or of an accumulator store fall on different banks. 32-bit shared
-// addresses: CuTe's copy atoms take 64-bit generic pointers, which double the address registers of the main loops.
+// A shared-memory tile of rows of kCols 16-bit elements, in 16-byte chunks. The chunk index is XORed with the row so
+// that the eight rows of an 8x8 matrix (ldmatrix) or of an accumulator store fall on different banks. Addresses are
+// 32-bit shared ones: CuTe's copy atoms take 64-bit generic pointers, which double the address registers of the main
+// loops.
 template <int kCols>
 struct SmemTile {
   static constexpr int kChunks = kCols / 8;
@@ -55,7 +56,7 @@ __device__ __forceinline__ uint2 ld_shared_v2(uint32_t addr) {
   return r;
 }
 
-// Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of the l / 8-th.
+// Loads four 8 x 8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of matrix l / 8.
 template <bool kTranspose>
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t addr) {
   if constexpr (kTranspose) {

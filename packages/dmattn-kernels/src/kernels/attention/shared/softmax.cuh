@@ -8,7 +8,7 @@ namespace dmattn {
 template <int MT>
 struct OnlineSoftmax {
   float row_max[2 * MT];  // running maximum, in the units of the scores
-  float row_sum[2 * MT];  // this thread's part of the running sum; the quad is summed once, at the end
+  float row_sum[2 * MT];  // this thread's part of the running sum; finish() adds those of the quad
 
   __device__ __forceinline__ OnlineSoftmax() {
 #pragma unroll
@@ -18,15 +18,15 @@ struct OnlineSoftmax {
     }
   }
 
-  // One row of acc_s becomes exp(scale * (acc_s - max)), and the sum follows the new maximum. Returns what results so
-  // far are multiplied by, since the maximum has moved.
-  // kScaled: acc_s holds raw products, exp2(acc * scale_log2 - max * scale_log2) is one FFMA and one MUFU.
-  // Otherwise acc_s holds logits: the difference is taken first, so that huge finite logits cannot overflow.
+  // One row of acc_s becomes exp(scale * (acc_s - max)), where max is the new running maximum, and the running sum is
+  // updated. Returns the factor by which results of earlier tiles have to be multiplied, since the maximum has
+  // changed. kScaled: acc_s holds raw products; exp2(acc * scale_log2 - max * scale_log2) is one FFMA and one MUFU.
+  // Otherwise acc_s holds logits, and the maximum is subtracted first, so that huge finite logits cannot overflow.
   template <bool kScaled, int NT>
   __device__ __forceinline__ float step_row(int r, float (&acc_s)[MT][NT][4], float scale_log2) {
     return step_row<kScaled>(r, acc_s, scale_log2, find_max(r, acc_s));
   }
-  // The maximum of a row so far and in acc_s.
+  // The new running maximum of a row, including acc_s.
   template <int NT>
   __device__ __forceinline__ float find_max(int r, const float (&acc_s)[MT][NT][4]) const {
     const int mt = r / 2, e0 = 2 * (r & 1);
@@ -59,7 +59,7 @@ struct OnlineSoftmax {
     return alpha;
   }
 
-  // A row of acc_s becomes exp2(scale_log2 * acc_s - shift). Returns its sum.
+  // A row of acc_s becomes exp2(scale_log2 * acc_s - shift). Returns this thread's part of its sum.
   template <int NT>
   static __device__ __forceinline__ float exponentiate(int r, float (&acc_s)[MT][NT][4], float scale_log2,
                                                        float shift) {
@@ -75,7 +75,7 @@ struct OnlineSoftmax {
     return sum;
   }
 
-  // Of all rows; acc_o is rescaled to the new maximum.
+  // step_row() for all rows, which also rescales acc_o to the new maxima.
   template <bool kScaled, int NT, int OT>
   __device__ __forceinline__ void step(float (&acc_s)[MT][NT][4], float (&acc_o)[MT][OT][4], float scale_log2) {
 #pragma unroll
@@ -93,18 +93,19 @@ struct OnlineSoftmax {
     }
   }
 
-  // The same in two parts, for kernels in which a product is still adding to acc_o.
+  // The same in two parts (see rescale()), for kernels in which a product is still adding to acc_o.
   template <bool kScaled, int NT>
   __device__ __forceinline__ void probabilities(float (&acc_s)[MT][NT][4], float (&alpha)[2 * MT], float scale_log2) {
 #pragma unroll
     for (int r = 0; r < 2 * MT; ++r) alpha[r] = step_row<kScaled>(r, acc_s, scale_log2);
   }
-  // Likewise, of logits, which are taken like raw products unless a maximum of the warp's rows is large: max * log2(e)
-  // is rounded, by up to 2^-18 here, which would show in the log-sum-exp. Large maxima are subtracted beforehand, so
-  // that the exponentials stand here once: they, the packing and the rescaling that follow share the units of the SM.
+  // As probabilities<true>(), but for logits. If a maximum of the warp's rows is large, the maxima are subtracted
+  // beforehand: max * log2(e) is rounded, by at most 2^-18 for maxima up to 64, and for larger ones the error would
+  // show in the log-sum-exp. Both cases share one copy of the exponentials, so that the compiler can interleave them
+  // with the packing and rescaling that follow, which use other units of the SM.
   template <int NT>
   __device__ __forceinline__ void probabilities_of_logits(float (&acc_s)[MT][NT][4], float (&alpha)[2 * MT]) {
-    float left[2 * MT];  // of the maximum, to subtract
+    float left[2 * MT];  // what is still to be subtracted for the maximum
     bool is_large = false;
 #pragma unroll
     for (int r = 0; r < 2 * MT; ++r) {
@@ -141,9 +142,9 @@ struct OnlineSoftmax {
       }
   }
 
-  // Sums over the quad; returns 1 / sum (0 for a row that kept nothing) and its log-sum-exp in natural units. rest is
-  // what rounding to fp32 dropped from lse: hardly anything for usual logits, but all of log(sum) in a row whose every
-  // bias is finfo.min.
+  // Adds up the sum over the quad. Returns 1 / sum (0 for a row that keeps nothing), and the log-sum-exp in natural
+  // units in `lse`. `rest` is what rounding to fp32 dropped from lse: hardly anything for usual logits, but all of
+  // log(sum) in a row whose every bias is finfo.min.
   __device__ __forceinline__ float finish(int r, float scale, float& lse, float& rest) {
     float sum = row_sum[r];
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);

@@ -1,4 +1,4 @@
-// The number of a piece of work, taken apart into the indices of what it is about.
+// Splits the number of a piece of work into indices, such as those of its head, tile and split.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,11 +7,12 @@
 
 namespace dmattn {
 
-// Mixed radix, the fastest index first: each kernel says in which order its blocks go through heads, tiles and splits.
-// Int is the type of the divisions: unsigned ones take fewer instructions and registers where blocks are small.
+// A number in mixed radix, whose fastest index is taken first. Each kernel decides in which order its thread blocks
+// go through heads, tiles and splits. Int is the type of the divisions: unsigned ones take fewer instructions and
+// registers, which counts in kernels whose thread blocks do little work.
 template <class Int>
 struct WorkIndex {
-  Int rest;  // after the last take(): the slowest index
+  Int rest;  // what take() has left; after the last take(), the slowest index
 
   __device__ __forceinline__ explicit WorkIndex(Int work) : rest(work) {}
   __device__ __forceinline__ int take(Int extent) {
@@ -21,7 +22,7 @@ struct WorkIndex {
   }
 };
 
-// The same with an extent that the host has prepared, for numbers below 2^31.
+// As WorkIndex::take(), with a divisor that the host has prepared, for numbers below 2^31.
 __device__ __forceinline__ int take(uint32_t& rest, const Divisor& extent) {
   const uint32_t quotient = extent.value == 1 ? rest : __umulhi(rest, extent.multiplier) >> extent.shift;
   const uint32_t index = rest - quotient * extent.value;
@@ -29,7 +30,8 @@ __device__ __forceinline__ int take(uint32_t& rest, const Divisor& extent) {
   return static_cast<int>(index);
 }
 
-// Elements between a head's first row and another one of TokenRows. row_stride: between the rows of a token.
+// Offset in elements of row `row` of a head whose rows are laid out as TokenRows, from the first one. row_stride:
+// between the rows of a token.
 __device__ __forceinline__ int64_t token_row_offset(const Divisor& group, int64_t token_stride, int64_t row_stride,
                                                     int row) {
   uint32_t token = row;

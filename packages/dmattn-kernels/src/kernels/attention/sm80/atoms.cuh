@@ -1,4 +1,4 @@
-// The instructions of sm_80 that products are made of: mma.sync (from CuTe), cp.async.
+// The instructions of sm_80 that the kernels are made of: mma.sync (from CuTe), ldmatrix operands, cp.async.
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>
@@ -9,7 +9,7 @@
 
 namespace dmattn {
 
-// The m16n8k16 instruction of an element type, fp32 sums.
+// The m16n8k16 instruction of an element type, with fp32 sums.
 template <class Element>
 struct MmaAtom;
 template <>
@@ -17,11 +17,11 @@ struct MmaAtom<cutlass::half_t> : cute::SM80_16x8x16_F32F16F16F32_TN {};
 template <>
 struct MmaAtom<cutlass::bfloat16_t> : cute::SM80_16x8x16_F32BF16BF16F32_TN {};
 
-// 16 bytes of shared memory: the first `bytes` (0 to 16) from global memory, zeros after them.
+// Fills 16 bytes of shared memory: the first `bytes` (0 to 16) from global memory, the rest with zeros.
 __device__ __forceinline__ void cp_async16_bytes(uint32_t dst, const void* src, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes));
 }
-// 16 bytes from global to shared memory; zeros instead when !valid (nothing is read then).
+// Copies 16 bytes from global to shared memory, or writes zeros if !valid (then nothing is read).
 __device__ __forceinline__ void cp_async16(uint32_t dst, const void* src, bool valid) {
   cp_async16_bytes(dst, src, valid ? 16 : 0);
 }
@@ -82,7 +82,7 @@ __device__ __forceinline__ void gemm_ss(float (&acc)[MT][NT][4], const OperandA&
   }
 }
 
-// acc_o += P V: P from the score accumulators, rounded in registers; V from shared memory, key rows.
+// acc_o += P V. P are the score accumulators, rounded in registers; V is in shared memory, a row for each key.
 template <class Element, int MT, int NT, int OT, class OperandV>
 __device__ __forceinline__ void gemm_pv(float (&acc_o)[MT][OT][4], const float (&p)[MT][NT][4], const OperandV& v) {
   using Traits = ElementTraits<Element>;

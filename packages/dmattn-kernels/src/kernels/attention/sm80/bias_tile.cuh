@@ -6,11 +6,12 @@
 
 namespace dmattn {
 
-// The forward's bias tile: rows of kCols + 8 elements at any alignment, copied by cp.async from the 16 bytes around
-// their start. Element (row, col) then is 2 col bytes after the row's own offset into those 16 bytes.
+// The bias tile of the forward: rows of kCols + 8 elements, for a bias at any alignment. cp.async copies each row
+// from the aligned 16 bytes in which it starts, so that element (row, col) lies shift(row) + 2 col bytes into its row
+// of the tile.
 template <int kCols>
 struct ShiftedTile {
-  static constexpr int kPitch = (kCols + 8) * 2;  // 16 (mod 128) bytes or 80: eight rows fall on different banks
+  static constexpr int kPitch = (kCols + 8) * 2;  // 16 (mod 128) bytes, or 80: eight rows fall on different banks
   const uint16_t* src;                            // element (0, 0)
   int64_t row_stride;
 
@@ -33,7 +34,7 @@ struct ShiftedTile {
     }
     if (rows <= kRows && thread < 8) load_end(dst, rows - 1, 2 * min(cols, kCols), thread);
   }
-  // The last 16 bytes of the last row, where the memory of the bias may end: element by element, nothing past the end.
+  // The end of the last row, less than 16 bytes, is copied element by element: the memory of the bias may end there.
   __device__ __forceinline__ void load_end(uint32_t dst, int row, int row_bytes, int element) const {
     const int skipped = shift(row), chunk = (row_bytes + skipped) / 16, bytes = (row_bytes + skipped) % 16;
     const uint16_t* from = src + row * row_stride + (8 * chunk - skipped / 2) + element;

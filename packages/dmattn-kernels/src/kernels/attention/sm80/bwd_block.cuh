@@ -1,5 +1,5 @@
-// Backward attention for sm80 and later: what a thread block works on. One block per kBlockN keys of one kv head,
-// looping over the query rows (and the query heads of the group) that see them. dk and dv stay in registers, dq is
+// Backward attention for sm80 and later: what a thread block works on. A thread block has kBlockN keys of a kv head,
+// and loops over the query rows (of all query heads of the group) that see them. dk and dv stay in registers; dq is
 // added to global memory in fp32.
 #pragma once
 
@@ -44,7 +44,7 @@ struct BwdTraits {
   static constexpr uint32_t kV = kK + kTileK;
   static constexpr uint32_t kQ = kV + kTileK;
   static constexpr uint32_t kdO = kQ + kStagesQ * kTileQ;
-  // A second stage of dO saves the barrier between dV's product and the next load of dO, where it fits.
+  // A second stage of dO, where it fits, saves the barrier between the product for dV and the next load of dO.
   static constexpr uint32_t kSmallBytes = 4 * kBlockM * 4 + (kGathered ? 3 * kBlockN * 4 : 0) +
                                           (kGeneral ? 2 * kBlockN * 4 : 0) +
                                           (kGeneral && !kGathered ? kBlockM * kMaskWords * 4 : 0);
@@ -59,7 +59,7 @@ struct BwdTraits {
   static constexpr uint32_t kKeyBias = kInterval + (kGathered ? kBlockN * 8 : 0);  // float [2][kBlockN]
   static constexpr uint32_t kMask = kKeyBias + (kGeneral ? 2 * kBlockN * 4 : 0);
   static constexpr uint32_t kSeqlens = kMask + (kGeneral && !kGathered ? kBlockM * kMaskWords * 4 : 0);  // SeqlenInfo
-  // Two of the shapes fill the shared memory to the last byte.
+  // Two shapes of the general level fill the shared memory to the last byte, so that they do not keep lengths there.
   static constexpr bool kKeepsSeqlens = (kPacked || kMayBePacked) && kSeqlens + sizeof(SeqlenInfo) <= kSmemLimit;
   static constexpr uint32_t kSmemBytes = kSeqlens + (kKeepsSeqlens ? sizeof(SeqlenInfo) : 0);
   static_assert(kSmemBytes <= kSmemLimit);
@@ -73,7 +73,8 @@ struct BwdBlock : AttentionBlock<T, BwdParams> {
   using Base::causal_offset, Base::first_key, Base::first_row, Base::has_intervals, Base::is_packed;
   using Base::keys_before, Base::seqlen_k, Base::seqlen_q;
   static constexpr int kBlockM = T::kBlockM, kBlockN = T::kBlockN, kHeadDim = T::kHeadDim;
-  // Scores are only scaled and cut in the plain kernel; the general one adds bias, mask words and softcap.
+  // The plain kernel only scales scores and masks them by causality and lengths; the general one has bias, mask and
+  // softcap.
   using Scores = float[T::MTs][T::NTs][4];
 
   // One step of the loop: a query head and a block of its rows.
@@ -85,11 +86,11 @@ struct BwdBlock : AttentionBlock<T, BwdParams> {
 
   uint32_t smem_base;
   int head_k, n_block;
-  int slot;  // of dk_slots, dv_slots
+  int slot;  // in dk_slots and dv_slots, if each split has one
   int num_splits;
   int key0, keys;  // first key (or list entry) and number of keys of the tile
   const int32_t* list;
-  int keys_full;       // interval lists: keys of the tile that every row of the block keeps
+  int keys_full;       // interval lists: leading keys of the tile that every row of the row block keeps
   int row_block;       // interval lists: block of query rows that the list belongs to
   int m_begin, m_end;  // row blocks that may see the tile
   Step first;
@@ -105,28 +106,28 @@ struct BwdBlock : AttentionBlock<T, BwdParams> {
 
   __device__ __forceinline__ int m_blocks() const { return (seqlen_q() + kBlockM - 1) / kBlockM; }
 
-  // Where things lie in arrays of the workspace, which have no batch when sequences are packed.
+  // Index of a head in the arrays of the workspace, which have no batch if sequences are packed.
   __device__ __forceinline__ int64_t slab(int heads, int head) const {
     return static_cast<int64_t>(is_packed() ? 0 : batch) * heads + head;
   }
-  // Of lse, its rest and delta: the first row of a step.
+  // Index of the first row of a step in lse, its rest and delta.
   __device__ __forceinline__ int64_t row_stats(const Step& s) const {
     const int first = is_packed() ? first_packed_block(first_row(), batch, kRowPitch) : 0;
     return slab(p.nheads, s.head) * p.seqlen_q_rounded + static_cast<int64_t>(first) * kRowPitch + s.m * kBlockM;
   }
-  // Of dq_accum and dq_semaphore: the row block of a step.
+  // Index of the row block of a step in dq_accum and dq_semaphore.
   __device__ __forceinline__ int64_t dq_block(const Step& s) const {
     if (is_packed()) {
       return slab(p.nheads, s.head) * p.packing.m_blocks + first_packed_block(first_row(), batch, kBlockM) + s.m;
     }
     return slab(p.nheads, s.head) * (T::kGathered ? p.dq_blocks : m_blocks()) + s.m;
   }
-  // Of dbias_cols, dk_accum and dv_accum: a key of the block's sequence.
+  // Index of a key of the thread block's sequence in dbias_cols, dk_accum and dv_accum.
   __device__ __forceinline__ int64_t key_row(int heads, int head, int64_t key) const {
     return slab(heads, head) * (is_packed() ? p.packing.total_k : p.seqlen_k) + first_key() + key;
   }
 
-  // Which keys: blockIdx.x -> (batch, kv head, tile, split). False when this block has nothing to do.
+  // Finds the keys: blockIdx.x -> (batch, kv head, tile, split). Returns false if this thread block has nothing to do.
   __device__ __forceinline__ bool find_tile() {
     slot = blockIdx.x;
     int keys_total;
@@ -155,11 +156,12 @@ struct BwdBlock : AttentionBlock<T, BwdParams> {
     key0 = n_block * kBlockN;
     keys = min(kBlockN, keys_total - key0);
     if (!is_packed()) return true;
-    return keys > 0 && list_ascends();  // the longest sequence has more tiles than this one
+    return keys > 0 && list_ascends();  // each sequence has as many tiles in the grid as the longest one
   }
-  // The list of a packed sequence is ascending unless other sequences wrote over it, which wrong cu_seqlens lead to. A
-  // tile then could wait for a turn of dq that a lower one, whose keys come later, never takes (see wait_for_turn): no
-  // tile from the first one out of order on may take part. Deterministic causal calls only; a few loads a lane.
+  // Whether the list is in order up to this tile. The list of a packed sequence ascends unless wrong cu_seqlens made
+  // other sequences overwrite it. A tile could then wait for a turn of dq that an earlier tile with later keys never
+  // takes (see wait_for_turn): so no tile from the first one out of order on may take part. Only checked in
+  // deterministic causal calls, by a few loads a lane.
   __device__ __forceinline__ bool list_ascends() const {
     if (!(T::kGathered && T::kGeneral) || p.dq_semaphore == nullptr || !p.is_causal) return true;
     bool ascends = true;
@@ -169,14 +171,15 @@ struct BwdBlock : AttentionBlock<T, BwdParams> {
     return __all_sync(0xffffffffu, ascends);
   }
 
-  // All query heads of a launch have the list of the first.
+  // All query heads of a group that a launch handles share the list of the first one.
   __device__ __forceinline__ int list_head() const { return head_k * p.head_ratio + p.group_begin; }
   __device__ __forceinline__ int64_t list_index() const { return Base::list_index(list_head()); }
   // The position that entry `entry` of the tile names.
   __device__ __forceinline__ int read_position(int entry) const {
     return Base::key_limits().position(__ldg(list + key0 + entry));
   }
-  // Interval lists: blockIdx.x -> (batch, kv head, row block, tile of its list). Nearly all lists fill their capacity.
+  // Interval lists: blockIdx.x -> (batch, kv head, row block, tile of its list). The grid has tiles for the capacity
+  // of each list, which nearly all lists fill.
   __device__ __forceinline__ bool find_interval_tile() {
     num_splits = 1;
     WorkIndex work(slot);
@@ -193,8 +196,8 @@ struct BwdBlock : AttentionBlock<T, BwdParams> {
     return keys > 0;
   }
 
-  // Which rows: the (head, row block) pairs that see the tile, split evenly; whole heads when deterministic, so that
-  // the column sums of a head come from one block.
+  // Finds the rows: the (head, row block) pairs that see the tile, divided evenly between the splits. If
+  // deterministic, a split has whole heads, so that the column sums of a head come from one thread block.
   __device__ __forceinline__ void find_steps() {
     m_end = m_blocks();
     m_begin = 0;
@@ -219,7 +222,7 @@ struct BwdBlock : AttentionBlock<T, BwdParams> {
     first.left = end - begin;
     const int g = per_head > 0 ? begin / per_head : 0;
     first.head = head_k * p.head_ratio + p.group_begin + g;
-    const int done = begin - g * per_head;  // blocks of the first head that other splits have
+    const int done = begin - g * per_head;  // row blocks of the first head that an earlier split takes
     first.m = m_end - 1 - done;
     if constexpr (T::kGeneral && !T::kGathered) {
       set_mask_tiles(first.head);
@@ -235,9 +238,9 @@ struct BwdBlock : AttentionBlock<T, BwdParams> {
         MaskTiles<kBlockN, kBlockM>(p.mask.any_cols + i, p.mask.all_cols + i, p.mask.words_q, p.mask.bands_k, n_block);
   }
 
-  // Rows are taken from the last block down, so that when causal every block starts on rows that all keys see and a
-  // deterministic dq is passed from block to block without waiting. (Starting on different rows, so that the atomics on
-  // dq do not meet, was measured to gain nothing.)
+  // Row blocks are taken from the last one down. So under causality every thread block starts with rows that see all
+  // keys, and a deterministic dq is passed from thread block to thread block without waiting. (Starting with
+  // different rows, so that the atomics on dq do not meet, gained nothing.)
   __device__ __forceinline__ Step next(Step s) {
     if (--s.left <= 0) return {0, 0, 0};
     if (--s.m < m_begin) {
@@ -247,7 +250,8 @@ struct BwdBlock : AttentionBlock<T, BwdParams> {
     }
     return s;
   }
-  // The first step from s on whose tile keeps anything. Skipped tiles still take their turn in a deterministic dq.
+  // The first step from s on whose tile of the mask is not empty. Skipped tiles still take their turn in a
+  // deterministic dq.
   __device__ __forceinline__ Step skip_empty(Step s) {
     if constexpr (T::kGeneral && !T::kGathered) {
       if (p.mask.bits != nullptr) {
@@ -266,22 +270,23 @@ struct BwdBlock : AttentionBlock<T, BwdParams> {
   // --- deterministic dq ----------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ int32_t* semaphore(const Step& s) const { return p.dq_semaphore + dq_block(s); }
-  // Key tiles add to a row block in ascending order, each after as many turns as there are tiles before it. Blocks
-  // start in ascending order too, so the one that is waited for is running. All lower tiles of a sequence take a turn
-  // at every row block that this one visits: find_steps() begins no later for them.
+  // Key tiles add to a row block in ascending order: a tile waits until as many turns have been taken as there are
+  // tiles before it. Thread blocks start in ascending order, too, so that those waited for are already running. All
+  // earlier tiles of a sequence take a turn at every row block that this one visits, since find_steps() begins no
+  // later for them.
   __device__ __forceinline__ void wait_for_turn(const Step& s) const { wait_until(semaphore(s), n_block); }
   __device__ __forceinline__ void pass_turn(const Step& s) const { increment(semaphore(s)); }
 
   // --- deterministic dk, dv and dbias of interval lists --------------------------------------------------------------
 
-  // Lists of different row blocks hold the same keys: their sums are added in the order of the row blocks. The tiles of
-  // one list hold different keys and have their turn together, once all tiles of the lists before have passed theirs.
-  // (One tile after the other, 8192 rows took 165 ms instead of 2.4 without an order.)
+  // Lists of different row blocks hold the same keys, whose sums are added in the order of the row blocks. The tiles
+  // of one list hold different keys and take their turn at the same time, once all tiles of the lists before have
+  // passed theirs. (With one tile after the other, 8192 rows took 165 ms; without an order they took 2.4 ms.)
   __device__ __forceinline__ bool takes_turns_dkv() const { return T::kGeneral && p.dkv_semaphore != nullptr; }
   __device__ __forceinline__ int tiles_per_list() const { return (p.keys.capacity + kBlockN - 1) / kBlockN; }
   __device__ __forceinline__ void wait_for_turn_dkv() const {
     const int per_head = tiles_per_list() * p.row_blocks;
-    // One launch per head of the group: the count goes on from the last launch.
+    // With one launch for each head of the group, the count continues from that of the previous launch.
     const int launch = p.group_end - p.group_begin == 1 ? p.group_begin : 0;
     const int before = (row_block - p.row_block_begin) * tiles_per_list();
     wait_until(p.dkv_semaphore + slot / per_head, launch * per_head + before);
@@ -293,7 +298,7 @@ struct BwdBlock : AttentionBlock<T, BwdParams> {
   static __device__ __forceinline__ void wait_until(const int32_t* counter, int value) {
     if (threadIdx.x == 0) {
       const volatile int32_t* turn = counter;
-      // Not "equal": where wrong cu_seqlens make sequences overlap, both raise the counter.
+      // "<" instead of "!=": if wrong cu_seqlens make sequences overlap, both raise the same counter.
       while (*turn < value) __nanosleep(64);
       __threadfence();
     }
@@ -331,13 +336,13 @@ struct BwdBlock : AttentionBlock<T, BwdParams> {
 
   // --- the elementwise middle ----------------------------------------------------------------------------------------
 
-  // What rounding dropped from a row's lse. Below 2^14 that is less than 2^-11, no more than fp16 resolves; looking it
-  // up for every row cost 15% of the time.
+  // What rounding to fp32 dropped from a row's lse. It is only looked up from 2^14 on: below that it is less than
+  // 2^-11, within the precision of fp16, and looking it up for every row cost 15% of the time.
   __device__ __forceinline__ float rest(const Step& step, int row, float row_lse) const {
     if (fabsf(row_lse) < 16384.f || p.lse_rest == nullptr) return 0.f;
     return __ldg(p.lse_rest + row_stats(step) + row);
   }
-  // s: raw products -> probabilities.
+  // Turns raw products into probabilities, in place.
   __device__ __forceinline__ void probabilities(Scores& s, const Step& step, int buf, const FragmentMap& map) {
     ScoreInputs in;
     in.key_idx = T::kGathered ? key_idx() : nullptr;
@@ -353,7 +358,7 @@ struct BwdBlock : AttentionBlock<T, BwdParams> {
       scale_scores(s, p.softmax_scale, T::kFull ? p.softcap : 0.f);
       if (bias_is_shifted()) {
         add_shifted_bias<Element>(s, bias_tile(step), smem_base + T::kP, map);
-        __syncthreads();  // P and dS go where other threads' bias was
+        __syncthreads();  // all threads have read the bias, which P and dS overwrite
       } else if (p.bias.kind != BiasKind::kNone) {
         add_bias<Element, kBlockN, T::kGathered, T::kFull>(s, p.bias, Base::bias_base(step.head), in, map);
       }
@@ -387,8 +392,8 @@ struct BwdBlock : AttentionBlock<T, BwdParams> {
       }
   }
 
-  // dp = prob * (dp - delta); the plain kernel folds softmax_scale in, one FFMA for the FADD, so that neither dq nor
-  // dk has to be scaled. The general one cannot: dbias takes the unscaled value.
+  // dp = prob * (dp - delta). The plain kernel multiplies by softmax_scale here, with an FFMA in place of an FADD, so
+  // that neither dq nor dk has to be scaled. The general one cannot do so, since dbias takes the unscaled value.
   __device__ __forceinline__ void logit_gradients(Scores& dp, const Scores& prob, int buf,
                                                   const FragmentMap& map) const {
     const float* delta = reinterpret_cast<const float*>(smem + T::kDelta) + buf * kBlockM;
@@ -407,7 +412,7 @@ struct BwdBlock : AttentionBlock<T, BwdParams> {
       }
   }
 
-  // s = 1 - tanh^2 of the raw products: what softcap multiplies the gradient by.
+  // Turns raw products into the derivative of softcap, 1 - tanh^2, by which the gradient is multiplied.
   __device__ __forceinline__ void softcap_gradient(Scores& s) const {
     const float inner = p.softmax_scale / p.softcap;
 #pragma unroll
@@ -434,7 +439,8 @@ struct BwdBlock : AttentionBlock<T, BwdParams> {
 
   __device__ __forceinline__ void add_dq(const float (&acc)[T::MTq][T::NTq][4], const Step& s) const;
   __device__ __forceinline__ void run();
-  // This thread's key (threads below kBlockN); ends with a barrier.
+  // Copies the keys' positions to shared memory and returns this thread's (for threads below kBlockN). Ends with a
+  // barrier.
   __device__ __forceinline__ int load_key_idx() const;
   __device__ __forceinline__ void load_interval(int idx) const;
   __device__ __forceinline__ void prologue(const Step& s) const;

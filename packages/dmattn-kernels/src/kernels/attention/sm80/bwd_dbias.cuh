@@ -1,4 +1,4 @@
-// The backward's gradient of the bias: column sums, tiles, element stores.
+// The backward's gradient of the bias: column sums for a bias of keys, and entries from registers or shared memory.
 #pragma once
 
 #include "bwd_block.cuh"
@@ -15,7 +15,8 @@ __device__ __forceinline__ void BwdBlock<T>::add_column_sums(float (&sums)[T::NT
       for (int e = 0; e < 4; ++e) sums[nt][e & 1] += ds[mt][nt][e];
 }
 
-// The head's column sums over this block's rows, through P's tile (free between two barriers), in a fixed order.
+// Adds the head's column sums over the rows of this thread block to dbias_cols. Sums of different warps meet in P's
+// tile, which is free here, and are added in a fixed order.
 template <class T>
 __device__ __forceinline__ void BwdBlock<T>::flush_column_sums(float (&sums)[T::NTs][2], int head,
                                                                const FragmentMap& map) const {
@@ -39,7 +40,7 @@ __device__ __forceinline__ void BwdBlock<T>::flush_column_sums(float (&sums)[T::
 #pragma unroll
     for (int w = 0; w < T::kWarpsMSdP; ++w) x += scratch[w * kBlockN + threadIdx.x];
     const int64_t key = T::kGathered ? key_idx()[threadIdx.x] : key0 + static_cast<int>(threadIdx.x);
-    // Alone on its entry when deterministic; otherwise the splits of a head meet here.
+    // If deterministic, no other thread block adds to the entry at this time; otherwise the splits of a head may.
     atomicAdd(p.dbias_cols + key_row(p.nheads, head, key), x);
   }
 }
@@ -50,7 +51,7 @@ __device__ __forceinline__ int64_t BwdBlock<T>::dbias_base(const Step& s) const 
          first_row() * p.dbias_row_stride - (T::kGathered ? keys_before() : 0);
 }
 
-// dbias entries of the tile from registers: any alignment, fp32 too.
+// Stores or adds the tile's entries of dbias from registers, in 16 bits or fp32, at any alignment.
 template <class T>
 __device__ __forceinline__ void BwdBlock<T>::store_dbias(const Scores& ds, const Step& s,
                                                          const FragmentMap& map) const {
@@ -82,7 +83,7 @@ __device__ __forceinline__ void BwdBlock<T>::store_dbias(const Scores& ds, const
     }
 }
 
-// 16-bit dbias of the tile is dS itself: copied from shared memory.
+// Whether the tile's dbias is dS itself, in 16 bits, which copy_dbias() copies from shared memory.
 template <class T>
 __device__ __forceinline__ bool BwdBlock<T>::dbias_from_smem() const {
   return T::kGeneral && !T::kFull && !T::kGathered && p.dbias_kind == DbiasKind::kTile;

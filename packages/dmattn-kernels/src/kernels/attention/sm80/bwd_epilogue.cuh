@@ -1,4 +1,4 @@
-// The backward's epilogue: dk and dv leave the registers.
+// The backward's epilogue: scales dk and dv, and writes them to global memory.
 #pragma once
 
 #include "bwd_block.cuh"
@@ -28,8 +28,8 @@ __device__ __forceinline__ void BwdBlock<T>::store_one(const AccKV& acc, void* o
                                                        float* slots, float* accum, uint32_t tile) const {
   const int row0 = (warp % T::kWarpsNdKV) * 16 * T::MTkv, col0 = (warp / T::kWarpsNdKV) * 8 * T::NTkv;
   if (accum != nullptr || (num_splits > 1 && slots != nullptr)) {
-    // Deterministic sums of several blocks have a slot each, or (interval lists) are added in turns. Tiled splits
-    // always have slots.
+    // If deterministic, thread blocks that share a tile have a slot each or, over interval lists, add in turns.
+    // Splits of tiles of neighbouring keys always use slots.
     const bool shares_rows = has_intervals() || (T::kGathered && num_splits > 1);
     if (accum != nullptr ? shares_rows : !p.deterministic) {
       add_fp32_rows(acc, row0, col0, slots, accum);
@@ -51,7 +51,7 @@ __device__ __forceinline__ void BwdBlock<T>::store_one(const AccKV& acc, void* o
   }
 }
 
-// Row `row` of the tile among the fp32 sums.
+// Where row `row` of the tile lies in the fp32 sums.
 template <class T>
 __device__ __forceinline__ float* BwdBlock<T>::fp32_row(int row, float* slots, float* accum) const {
   if (accum == nullptr) {
@@ -61,8 +61,8 @@ __device__ __forceinline__ float* BwdBlock<T>::fp32_row(int row, float* slots, f
   return accum + key_row(p.nheads_k, head_k, key) * p.head_dim;
 }
 
-// By atomics. Lanes exchange halves first, so that each instruction adds to whole 32-byte sectors: of a fragment's rows
-// r and r + 4 it takes all eight columns of row r, then all of row r + 4.
+// Adds the sums by atomics. Lanes exchange halves first, so that each instruction adds to whole 32-byte sectors: one
+// to all eight columns of rows 0 to 3 of a fragment's half, the next one to rows 4 to 7.
 template <class T>
 __device__ __forceinline__ void BwdBlock<T>::add_fp32_rows(const AccKV& acc, int row0, int col0, float* slots,
                                                            float* accum) const {
@@ -86,8 +86,8 @@ __device__ __forceinline__ void BwdBlock<T>::add_fp32_rows(const AccKV& acc, int
     }
 }
 
-// For rows that only this block of the launch has: a slot of its own, or a sum to which the launches for the heads of a
-// group add one after the other.
+// For rows to which no other thread block of the launch adds: those of a slot of its own, or sums to which the
+// launches for the heads of a group add one after the other.
 template <class T>
 __device__ __forceinline__ void BwdBlock<T>::store_fp32_rows(const AccKV& acc, const FragmentMap& map, float* slots,
                                                              float* accum) const {

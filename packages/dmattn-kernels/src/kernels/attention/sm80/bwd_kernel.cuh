@@ -61,8 +61,8 @@ __device__ __forceinline__ void BwdBlock<T>::load_interval(int idx) const {
 
 template <class T>
 __device__ __forceinline__ void BwdBlock<T>::prologue(const Step& s) const {
-  // A block of an interval list has few steps: its first loads follow each other as closely as they can. The rows do
-  // not wait for the list, and K and V not for the intervals.
+  // A thread block over an interval list has few steps, so its first loads are issued as early as possible: those of
+  // rows before the list is read, and those of K and V before the intervals are.
   load_q(s, 0);
   load_dout(s, 0);
   load_row_stats(s, 0);
@@ -103,7 +103,7 @@ __device__ __forceinline__ void BwdBlock<T>::loop(float (&acc_dk)[T::MTkv][T::NT
   prologue(step);
   int buf = 0;
   while (step.left > 0) {
-    // The newest group in flight is this step's bias and mask, needed only after the two products below.
+    // The copies committed last are this step's bias and mask, which are needed only after the two products below.
     cp_async_wait<1>();
     __syncthreads();  // Q, dO of this step have landed; the last step's reads of P, dS and the other stages are over
     const Step following = skip_empty(next(step));
@@ -174,13 +174,13 @@ __device__ __forceinline__ bool BwdBlock<T>::wants_dv() const {
   return !T::kGeneral || p.dv != nullptr || p.dv_slots != nullptr || p.dv_accum != nullptr;
 }
 
-// From the two raw products to P and dS in shared memory; dbias is taken from dS.
+// From the two raw products to P and dS in shared memory. dbias is taken before the derivative of softcap is applied.
 template <class T>
 __device__ __forceinline__ void BwdBlock<T>::middle(Scores& s, Scores& dp, const Step& step, int buf,
                                                     const FragmentMap& map, float (&column_sums)[T::NTs][2]) {
   if (T::kFull && p.softcap > 0.f) {
-    // The derivative of softcap needs the raw products, which the probabilities overwrite: P first, into shared
-    // memory, and the derivative from the products kept aside.
+    // The derivative of softcap needs the raw products, which the probabilities overwrite, so a copy of them is kept.
+    // P is stored before the derivative is computed.
     Scores raw;
     copy(raw, s);
     probabilities(s, step, buf, map);

@@ -1,4 +1,4 @@
-// The backward's loads from global memory: Q, K, V, dO, the statistics of rows, bias and mask.
+// The backward's loads from global memory: Q, K, V, dO, lse and delta, bias and mask.
 #pragma once
 
 #include "bwd_block.cuh"
@@ -38,7 +38,7 @@ __device__ __forceinline__ void BwdBlock<T>::load_dout(const Step& s, int stage)
   load_rows(T::kdO + stage * T::kTileQ, p.dout, p.dout_stride, p.vec_dout, s);
 }
 
-// lse and delta of the step's rows (padded with harmless values past seqlen_q).
+// lse and delta of the step's rows. Rows past seqlen_q have values there that give probabilities of 0.
 template <class T>
 __device__ __forceinline__ void BwdBlock<T>::load_row_stats(const Step& s, int buf) const {
   constexpr int kChunks = kBlockM / 4;
@@ -72,7 +72,7 @@ __device__ __forceinline__ void BwdBlock<T>::load_bias_and_mask(const Step& s) c
   }
 }
 
-// Rows of the bias that do not start on 16 bytes: their tile is wider than dS's and lies over P and dS instead.
+// Whether rows of the bias do not start on 16 bytes. Then their tile is wider than that of dS, and lies over P and dS.
 template <class T>
 __device__ __forceinline__ bool BwdBlock<T>::bias_is_shifted() const {
   return T::kGeneral && !T::kGathered && p.bias.kind == BiasKind::kTile &&

@@ -1,4 +1,5 @@
-// Moving row tiles between global and shared memory: vectors where rows start on 16 bytes, element loads where not.
+// Copies tiles of rows between global and shared memory: 16 bytes at a time where rows start on 16 bytes, otherwise
+// in words and single elements.
 #pragma once
 
 #include <type_traits>
@@ -9,20 +10,21 @@
 
 namespace dmattn {
 
-// The aligned word at ptr, `left` of whose elements (from its first) may be read; the others count as 0.
+// The aligned word at ptr. Only its first `left` elements may be read; the others become 0.
 __device__ __forceinline__ uint32_t load_word(const uint16_t* ptr, int left) {
   if (left >= 2) return __ldg(reinterpret_cast<const uint32_t*>(ptr));
   return left == 1 ? __ldg(ptr) : 0;
 }
 
-// load_tile for rows that start anywhere: a warp takes whole rows, in aligned words. Rows on odd elements are put
-// together from two words each; the word around a row's first element lies inside the tensor's storage.
+// load_tile() for rows that start anywhere: a warp takes whole rows and reads aligned words. Each word of a row that
+// starts on an odd element is put together from two of these; the first one begins an element before the row, which
+// still is in the tensor's storage.
 template <int kRows, int kCols, int kThreads, class RowIndex>
 __device__ __forceinline__ void load_tile_words(uint32_t dst, const uint16_t* src, int64_t row_stride, int rows,
                                                 int cols, int thread, RowIndex row_index) {
   using Tile = SmemTile<kCols>;
-  constexpr int kWords = kCols >= 64 ? kCols / 64 : 1;  // of a lane
-  constexpr int kBatch = kWords <= 2 ? 4 : 2;           // rows in flight
+  constexpr int kWords = kCols >= 64 ? kCols / 64 : 1;  // words of a row that a lane loads
+  constexpr int kBatch = kWords <= 2 ? 4 : 2;           // rows whose loads a warp has in flight
   constexpr int kSweep = kThreads / 32 * kBatch;
   static_assert(kRows % kSweep == 0);
   const int warp = thread / 32, lane = thread & 31;
@@ -56,8 +58,8 @@ __device__ __forceinline__ void load_tile_words(uint32_t dst, const uint16_t* sr
 }
 
 // Copies kRows x kCols 16-bit elements into a SmemTile<kCols>. Row r of the tile comes from src + row_index(r) *
-// row_stride; rows at and past `rows` and columns at and past `cols` become 0. Asynchronous (cp.async, the caller
-// commits and waits) when `vec`; ordinary stores otherwise, visible after the same barrier.
+// row_stride; rows from `rows` and columns from `cols` on become 0. If `vec`, the copy is asynchronous (cp.async),
+// and the caller commits and waits; otherwise it uses ordinary stores, which are visible after the same barrier.
 template <int kRows, int kCols, int kThreads, class RowIndex>
 __device__ __forceinline__ void load_tile(uint32_t dst, const void* src, int64_t row_stride, int rows, int cols,
                                           bool vec, int thread, RowIndex row_index) {
@@ -85,7 +87,8 @@ __device__ __forceinline__ void load_tile(uint32_t dst, const void* src, int64_t
   }
 }
 
-// store_tile for rows that start anywhere: a warp takes whole rows, in aligned words, single elements at the ends.
+// store_tile() for rows that start anywhere: a warp takes whole rows and writes aligned words, and single elements at
+// the ends of a row.
 template <int kRows, int kCols, int kThreads, class RowIndex>
 __device__ __forceinline__ void store_tile_words(uint16_t* dst, uint32_t src, int64_t row_stride, int rows, int cols,
                                                  int thread, RowIndex row_index) {
@@ -108,8 +111,8 @@ __device__ __forceinline__ void store_tile_words(uint16_t* dst, uint32_t src, in
   }
 }
 
-// Writes a SmemTile's first `rows` rows and `cols` columns to global memory. vec: rows start on 16 bytes and cols is a
-// multiple of 8.
+// Writes the first `rows` rows and `cols` columns of a SmemTile to global memory. vec: rows start on 16 bytes and
+// cols is a multiple of 8.
 template <int kRows, int kCols, int kThreads, class RowIndex>
 __device__ __forceinline__ void store_tile(void* dst, uint32_t src, int64_t row_stride, int rows, int cols, bool vec,
                                            int thread, RowIndex row_index) {
@@ -132,13 +135,13 @@ __device__ __forceinline__ void store_tile(void* dst, uint32_t src, int64_t row_
   }
 }
 
-// Rounds a warp's accumulators and puts them into a SmemTile: fragment (mt, nt) covers rows row0 + 16 mt, columns
+// Rounds a warp's accumulators and stores them in a SmemTile: fragment (mt, nt) starts at row row0 + 16 mt and column
 // col0 + 8 nt.
 template <class Element, int kCols, int MT, int NT>
 __device__ __forceinline__ void store_acc(uint32_t tile, const float (&acc)[MT][NT][4], int row0, int col0, int lane) {
   using Tile = SmemTile<kCols>;
   const int row = row0 + lane / 4;
-  // row & 7 does not change with mt or the lower half: multiples of 8 are added to it.
+  // row & 7, and so the swizzle, is the same for all mt and for both halves of a fragment: these add multiples of 8.
   const uint32_t base = tile + row * Tile::kRowBytes + (lane & 3) * 4;
 #pragma unroll
   for (int mt = 0; mt < MT; ++mt) {
@@ -146,20 +149,21 @@ __device__ __forceinline__ void store_acc(uint32_t tile, const float (&acc)[MT][
     for (int nt = 0; nt < NT; ++nt) {
       const uint32_t chunk = ((col0 / 8 + nt) ^ Tile::swizzle(row)) << 4;
       const uint32_t addr = base + chunk + mt * 16 * Tile::kRowBytes;
-      // For rows of 4 chunks the swizzle has period 8 rows too, so the lower half shares it.
+      // The swizzle of tiles with 4 chunks a row repeats every 8 rows, too, so that both halves share it.
       st_shared(addr, ElementTraits<Element>::pack(acc[mt][nt][0], acc[mt][nt][1]));
       st_shared(addr + 8 * Tile::kRowBytes, ElementTraits<Element>::pack(acc[mt][nt][2], acc[mt][nt][3]));
     }
   }
 }
 
-// Rows that start on 16 bytes whichever (batch, head, row) is taken, for 16-bit elements.
+// Whether all rows of a 16-bit tensor start on 16 bytes, whichever batch, head and row is taken.
 __device__ __forceinline__ bool is_vec16(const void* ptr, int64_t stride_a, int64_t stride_b, int64_t stride_c) {
   return ((reinterpret_cast<uintptr_t>(ptr) & 15) | ((stride_a | stride_b | stride_c) & 7)) == 0;
 }
 
-// The packed mask bits of a tile: kRows x kWords words, columns from word0 on. Of its rows only the first `rows` are
-// read: the next ones may belong to a packed sequence of fewer keys, whose rows of bits end earlier.
+// Loads the packed mask bits of a tile: kRows x kWords words, from column word0 on. Only the first `rows` rows are
+// read: those after them may belong to a packed sequence with fewer keys, whose bits are written only up to its last
+// key.
 template <int kRows, int kWords, int kThreads>
 __device__ __forceinline__ void load_mask_words(uint32_t dst, const MaskBits& mask, int64_t index, int row0, int rows,
                                                 int word0) {

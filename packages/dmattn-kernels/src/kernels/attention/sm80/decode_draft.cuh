@@ -1,5 +1,5 @@
-// Which rows of a draft see which keys. The tokens of a draft are few: in each step the lanes of a warp look at one of
-// them each, and find out together which of them concern the step's keys. Most steps concern none.
+// Which rows of a draft see which keys. The tokens of a draft are few: in each step every lane of a warp looks at one
+// of them, and a vote tells which tokens concern the keys of the step. Most steps concern none.
 #pragma once
 
 #include "../shared/scores.cuh"
@@ -7,7 +7,8 @@
 
 namespace dmattn {
 
-// DraftToken's slot and end of each token. Registers are short in the loop.
+// `slot` and `end` of each DraftToken, a copy for each warp. They are in shared memory as registers are short in the
+// loop.
 template <class T>
 struct SharedDraft {
   int2 token[T::kDraft ? T::kWarps : 1][T::kDraft ? kMaxDraft : 1];
@@ -17,8 +18,8 @@ template <class T>
 struct DecodeDraft {
   SharedDraft<T>& shared;
 
-  // This lane's token. Each warp reads them for itself, and keeps them once its other loads are on their way; they can
-  // be used after its next __syncwarp().
+  // fetch() reads the token of this lane; each warp reads all of them for itself. keep() puts them into shared
+  // memory, once the warp's other loads are in flight. They can be used after the warp's next __syncwarp().
   __device__ __forceinline__ int2 fetch(const DecodeResults<T>& block) const {
     if (!T::kDraft || block.lane >= block.p.draft.count) return make_int2(-1, 0);
     return __ldg(reinterpret_cast<const int2*>(all(block) + block.lane));
@@ -26,12 +27,12 @@ struct DecodeDraft {
   __device__ __forceinline__ void keep(const DecodeResults<T>& block, int2 token) const {
     shared.token[block.warp][block.lane] = token;
   }
-  // `key` is one of the tokens.
+  // The score of a key that is one of the tokens.
   __device__ __forceinline__ float score_of(const DecodeResults<T>& block, int key) const {
     return __ldg(&all(block)[key - block.p.draft.entries].score);
   }
 
-  // acc = -inf where the row's token does not see the key. By whole warps.
+  // acc = -inf where the row's token does not see the key. Called by whole warps.
   __device__ __forceinline__ void limit(float (&acc)[T::MT][T::NT][4], const DecodeResults<T>& block, int step,
                                         const FragmentMap& map) const {
     const int2* const tokens = shared.token[block.warp];
@@ -39,8 +40,8 @@ struct DecodeDraft {
     const int slot = tokens[block.lane].x;
     uint32_t leaving = __ballot_sync(0xffffffffu, slot >= first && slot < first + T::kKeys);
     if (leaving == 0 && behind <= -T::kKeys) return;
-    // Of this lane's columns: the first token that does not see the key any more. Keys that are tokens are seen from
-    // their own on.
+    // For the lane's columns: the first token that no longer sees the key. A key that is itself a token is seen from
+    // this token on.
     int end[T::NT][2];
 #pragma unroll
     for (int nt = 0; nt < T::NT; ++nt)
@@ -60,7 +61,7 @@ struct DecodeDraft {
         }
     }
     int row0 = block.row0 + map.row0;
-    asm volatile("" : "+r"(row0));  // the tokens of the rows are not kept in registers from step to step
+    asm volatile("" : "+r"(row0));  // so that tokens of rows are not kept in registers from step to step
 #pragma unroll
     for (int mt = 0; mt < T::MT; ++mt)
 #pragma unroll

@@ -1,5 +1,5 @@
-// The splits of few rows, combined by whole warps: weights and results stay in registers, and no warp waits for another
-// one. Results of a split lie in global memory as decode_results.cuh leaves them.
+// The splits of few rows are combined by whole warps: weights and results stay in registers, and no warp waits for
+// another one. The results of splits are read from global memory, where decode_results.cuh has written them.
 #pragma once
 
 #include "decode_results.cuh"
@@ -17,21 +17,21 @@ struct DecodeFewRows : DecodeResults<T> {
   using Base::find_replaced, Base::load_entry, Base::out_row, Base::part_index, Base::partial_row, Base::store,
       Base::store_whole_lse, Base::to_weights;
   static constexpr int kHeadDim = T::kHeadDim;
-  // Columns of a lane, next to one another; splits whose results are on their way at once; and those of them that are
-  // left out together where there are no more splits.
+  // kColumns: neighbouring columns that a lane has. kPartsAhead: splits whose results are in flight at once.
+  // kPartsTogether: how many of these are skipped together if there are fewer splits.
   static constexpr int kColumns = kHeadDim / 32, kPartsAhead = 16, kPartsTogether = 4;
 
   using Base::Base;
 
-  // Whether there are the lane's columns.
+  // Whether the lane's columns are below head_dim.
   __device__ __forceinline__ bool has_columns() const { return T::kWholeRows || kColumns * lane < head_dim(); }
 
-  // Where a lane of combine_by_warps() finds what it reads, of the warp's first row. Worked out while the block counts
-  // itself, as the last one should read at once.
+  // Where a lane of combine_by_warps() reads for the warp's first row. Computed while the thread block counts itself,
+  // so that the last one can read at once.
   struct LaneSources {
-    const float *lse, *rest, *entry_logit, *token_logit;  // of the lane's split
+    const float *lse, *rest, *entry_logit, *token_logit;  // of the lane's split (token_logit: of the row)
     const uint32_t* entry;
-    const float* result;  // of the first split, from the lane's first column on
+    const float* result;  // result and v: of the first split, from the lane's first column on
     const uint16_t* v;
   };
   __device__ __forceinline__ LaneSources sources(int first) const {
@@ -50,19 +50,18 @@ struct DecodeFewRows : DecodeResults<T> {
     }
     return x;
   }
-  // Whether there are so few rows and splits.
+  // Whether rows and splits are few enough for combine_by_warps().
   __device__ __forceinline__ bool has_warps_for(int count) const {
     return T::kReducesByWarps && p.num_splits <= 32 && count <= 2 * T::kWarps;
   }
-  // combine() for all of `count` rows, where has_warps_for(count). A row by one warp, and a split by each lane: weights
-  // stay in registers, and so do the results of the splits, of which a lane has some columns. No warp waits for
-  // another.
+  // As combine(), for all of `count` rows where has_warps_for(count). Each row is combined by one warp, and each lane
+  // has one split: weights stay in registers, and so do the results of the splits, of which a lane has some columns.
   __device__ __forceinline__ int combine_by_warps(int first, int count, LaneSources from) const {
     const WholeWarp share{lane, p.num_splits > 4};
     const bool has_split = lane < p.num_splits;
     LaneEntries entries;
     if (T::kTakesToken && has_split) load_entry(entries[0], from.entry);
-    // So that the compiler sees that all lanes go the same way.
+    // Lets the compiler see that all lanes take the same branches.
     const int own_warp = __shfl_sync(0xffffffffu, warp, 0);
     if (own_warp >= count) return find_replaced(entries);
     int replaced = -1;
@@ -84,7 +83,8 @@ struct DecodeFewRows : DecodeResults<T> {
         for (int i = 0; i < kPartsAhead; ++i) {
           if (i % kPartsTogether == 0 && begin + i >= p.num_splits) break;
           if (begin + i < p.num_splits && has_columns()) load_columns(part[i], result, v);
-          // One after the other: all multiples would be worked out in front of the first read.
+          // Computed one after the other: otherwise the compiler would compute the addresses of all splits before the
+          // first read.
           result += p.rows_of_split * head_dim();
           asm volatile("" : "+l"(result));
           if (!T::kTakesToken) continue;
@@ -114,7 +114,7 @@ struct DecodeFewRows : DecodeResults<T> {
         add_columns(sum, __shfl_sync(0xffffffffu, x.token_logit, 0), word);
       }
       int own_batch = batch;
-      asm volatile("" : "+r"(own_batch));  // not worked out in front of the first read
+      asm volatile("" : "+r"(own_batch));  // so that addresses are not computed before the first read
       if (has_columns()) store_columns(first + row, own_batch, sum);
       if (lane == 0) store_whole_lse(first + row, own_batch, found.x, found.y);
       from.lse += T::kWarps;
@@ -126,8 +126,8 @@ struct DecodeFewRows : DecodeResults<T> {
     return replaced;
   }
 
-  // Of several tokens: eight rows a warp, with at most four splits each, likewise. A lane has the weight of one of
-  // these results.
+  // The same for rows of several tokens, with at most four splits each: a warp has eight rows, and each lane the
+  // weight of one split in one row.
   static constexpr int kFewSplits = 4, kRowsOfWarp = 32 / kFewSplits;
   __device__ __forceinline__ bool has_lanes_for_token_rows() const {
     static_assert(!T::kReducesTokenRows || kRowsOfWarp * T::kWarps >= T::kRows);
@@ -135,7 +135,7 @@ struct DecodeFewRows : DecodeResults<T> {
   }
   __device__ __forceinline__ void combine_token_rows(int first, int count) const {
     int thread = threadIdx.x;
-    asm volatile("" : "+r"(thread));  // what is worked out from it here is not kept in registers through the loop
+    asm volatile("" : "+r"(thread));  // so that what is derived from it is not kept in registers through the loop
     const int lane = thread % 32, warp = thread / 32;
     const WholeWarp share{lane % kFewSplits, false};
     const int row0 = kRowsOfWarp * __shfl_sync(0xffffffffu, warp, 0);  // see combine_by_warps()
@@ -182,7 +182,8 @@ struct DecodeFewRows : DecodeResults<T> {
   }
 
  private:
-  // Each lane has a split, whose results the first lanes find.
+  // What to_weights() needs to know of the lanes: each has one split. If not is_wide, values are reduced over groups
+  // of four lanes, each of which then has the result of its group.
   struct WholeWarp {
     int split;
     bool is_wide;  // more than four splits
@@ -199,9 +200,9 @@ struct DecodeFewRows : DecodeResults<T> {
   };
   struct LaneColumns {
     float x[kColumns];
-    uint32_t v[kColumns / 2];  // with a token, a row of V
+    uint32_t v[kColumns / 2];  // with a token: of the row of V of the split's lowest entry
   };
-  // Past the L1 cache: other SMs have written them.
+  // Reads bypass the L1 cache, since other SMs have written the results.
   static __device__ __forceinline__ void load_columns(LaneColumns& to, const float* result, const uint16_t* v) {
     if constexpr (kColumns == 2) {
       const float2 x = __ldcg(reinterpret_cast<const float2*>(result));
@@ -218,7 +219,7 @@ struct DecodeFewRows : DecodeResults<T> {
       }
     }
   }
-  // No weight: the row may hold anything.
+  // Adds columns of a row of V. If the weight is 0, the row may hold anything.
   static __device__ __forceinline__ void add_columns(float (&sum)[kColumns], float weight,
                                                      const uint32_t (&v)[kColumns / 2]) {
 #pragma unroll

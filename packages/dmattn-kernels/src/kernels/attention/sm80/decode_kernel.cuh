@@ -1,7 +1,7 @@
-// Attention of few query rows over many keys: bound by the bytes of K and V. A warp walks keys of its own through a
-// ring of shared memory that no other warp touches, so the loop has no barrier; the warps' results are merged at the
-// end, and the last block to end of those that share a row combines the splits. The arithmetic hides behind the loads,
-// but not the fetching of instructions: see DecodeTraits for what has kernels of its own.
+// Attention of few query rows over many keys, which is bound by the bytes of K and V. A warp copies its own keys to a
+// ring buffer in shared memory that no other warp touches, so the loop has no barrier. The warps' results are merged
+// at the end, and the last of the thread blocks that share a row combines the splits. Arithmetic is hidden behind the
+// loads, but fetching instructions is not: so there are separate kernels, see DecodeCase.
 #pragma once
 
 #include "copy.cuh"
@@ -15,15 +15,16 @@ namespace dmattn {
 template <class T>
 struct DecodeShared {
   float bias[T::kWarps][T::kChunkKeys];
-  union {  // one of them: a token or a draft comes to a cache, whose keys are not listed
+  union {  // a kernel uses at most one: in the cases with a token or a draft, keys are not listed
     SharedToken<T> token;
     SharedDraft<T> draft;
-    int32_t idx[T::kGathered ? T::kWarps : 1][2][T::kGathered ? T::kChunkKeys : 1];  // of even and odd chunks
+    int32_t idx[T::kGathered ? T::kWarps : 1][2][T::kGathered ? T::kChunkKeys : 1];  // [warp][chunk % 2][key]
   };
 };
 
-// As cp_async16(), and where `first` says so, what is read leaves the L2 cache first. With two instructions, as a policy
-// that is chosen beforehand would be moved to uniform registers again and again. kWholeLines: see DecodeLoop::copy().
+// As cp_async16(); if `first`, the lines that are read are marked to leave the L2 cache first. There are two
+// predicated instructions because a cache policy chosen beforehand would be moved to uniform registers for every
+// copy. kWholeLines: see DecodeLoop::copy().
 template <bool kWholeLines>
 __device__ __forceinline__ void cp_async16_or_first(uint32_t dst, const void* src, bool valid, bool first) {
   const int bytes = valid ? 16 : 0;
@@ -61,7 +62,7 @@ struct DecodeLoop : DecodeFewRows<T> {
   static constexpr int kHeadDim = T::kHeadDim;
 
   DecodeShared<T>& shared;
-  uint32_t ring;  // of this warp
+  uint32_t ring;  // shared address of this warp's ring
   DecodeToken<T> token;
   DecodeDraft<T> draft;
 
@@ -75,8 +76,8 @@ struct DecodeLoop : DecodeFewRows<T> {
 
   // --- loads ---------------------------------------------------------------------------------------------------------
 
-  // Entries of the list for a chunk: this lane's are keys lane and lane + 32 of it. As they were read, until
-  // to_positions() once they have arrived.
+  // The lane's entries of the list for a chunk: those of the chunk's keys `lane` and `lane` + 32. They stay as they
+  // were read until they have arrived; then to_positions() clamps them.
   struct LaneKeys {
     int idx[T::kChunkKeys / 32];
   };
@@ -102,13 +103,13 @@ struct DecodeLoop : DecodeFewRows<T> {
 #pragma unroll
     for (int i = 0; i < T::kChunkKeys / 32; ++i) shared.idx[warp][chunk & 1][lane + 32 * i] = x.idx[i];
   }
-  // The entries of a step.
+  // The positions of the keys of a step.
   __device__ __forceinline__ const int32_t* idx(int step) const {
     const uint32_t at = step - begin;
     return shared.idx[warp][at / T::kChunkSteps & 1] + at % T::kChunkSteps * T::kKeys;
   }
 
-  // K and V of a step; one group of copies, which is empty after the last step.
+  // Copies K and V of a step as one group of copies, which is empty behind the last step.
   __device__ __forceinline__ void load(int step, int stage) const {
     if (step < end) {
       const int64_t first = T::kGathered ? 0 : static_cast<int64_t>(step) * T::kKeys;
@@ -128,12 +129,13 @@ struct DecodeLoop : DecodeFewRows<T> {
                                               head_dim(), lane, row_of);
       return;
     }
-    // Where a row's chunk goes is one exclusive-or away from where the chunk of the lane's first row goes.
+    // The place of a chunk in the lane's other rows follows from that in its first row by an exclusive or, and an
+    // offset that is known at compile time.
     using Tile = SmemTile<kHeadDim>;
     constexpr int kRowsPerPass = 32 / Tile::kChunks;
     const int chunk = lane % Tile::kChunks, row0 = lane / Tile::kChunks;
     const uint32_t at = dst + Tile::offset(row0, chunk);
-    const int count = chunk * 8 < head_dim() ? keys_of(step) - row0 : 0;  // of rows, from the lane's first on
+    const int count = chunk * 8 < head_dim() ? keys_of(step) - row0 : 0;  // rows from the lane's first one on
     const Element* from = src + chunk * 8 + (T::kGathered ? 0 : row0 * stride);
 #pragma unroll
     for (int i = 0; i < T::kKeys; i += kRowsPerPass) {
@@ -142,8 +144,8 @@ struct DecodeLoop : DecodeFewRows<T> {
       if (!T::kGathered) from += kRowsPerPass * stride;
     }
   }
-  // As cp_async16(). In a line of 128 bytes that a row has in part, the rest may be of a head that another thread block
-  // is at, and would be read from memory twice.
+  // As cp_async16(), but if rows are not whole lines of 128 bytes, only 64 bytes are requested around the 16: the
+  // rest of the line may belong to a head that another thread block reads, and would be read from memory twice.
   __device__ __forceinline__ void copy(uint32_t dst, const Element* src, bool valid) const {
     if constexpr (T::kMayEvictFirst) {
       cp_async16_or_first<T::kWholeRows>(dst, src, valid, p.evicts_first);
@@ -155,13 +157,13 @@ struct DecodeLoop : DecodeFewRows<T> {
   }
   __device__ __forceinline__ uint32_t tile(int stage, int which) const { return ring + (2 * stage + which) * T::kTile; }
 
-  // Those of a draft are read before the wait for the kernel in front, so past the L1 cache: what it holds may be older
-  // than the kernels that have ended.
+  // Queries of a draft are read before the wait for the previous kernel, so these reads bypass the L1 cache, which
+  // may hold older contents than earlier kernels wrote.
   template <class Word>
   static __device__ __forceinline__ Word load_early(const Word* src) {
     return T::kDraft ? __ldcg(src) : __ldg(src);
   }
-  // The rows as the left operand of the first product, for all of head_dim.
+  // The query rows as the left operand of the product Q K^T, with all of their columns.
   using Queries = uint32_t[T::MT][kHeadDim / 16][4];
   __device__ __forceinline__ void load_q(Queries& q) const {
     if (is_vec(p.vec_q)) {
@@ -179,7 +181,7 @@ struct DecodeLoop : DecodeFewRows<T> {
     for (int r = 0; r < 2 * T::MT; ++r) {
       const int row = lane / 4 + 8 * r, cols = row < rows ? head_dim() : 0;
       if constexpr (T::kHasTokenRows) src = base + Base::row_at(p.q_stride, p.token_rows.q_token, row0 + row);
-      asm volatile("" : "+l"(src));  // one address for all columns
+      asm volatile("" : "+l"(src));  // makes the compiler use one address for all columns
 #pragma unroll
       for (int i = 0; i < kHeadDim / 8; ++i) {
         q[r / 2][i / 2][2 * (i & 1) + r % 2] = 8 * i < cols ? load_pair(src + 8 * i) : 0;
@@ -188,8 +190,8 @@ struct DecodeLoop : DecodeFewRows<T> {
     }
   }
 
-  // A bias that is the same for all rows, for the keys of a chunk; `x` holds their positions, where gathered.
-  // As it was read, but for a draft: to look at it would be to wait for it.
+  // A bias that is the same for all rows, for the lane's keys of a chunk; if these are listed, `x` has their
+  // positions. Except in a draft it stays as it was read, since converting it would wait for it.
   struct LaneBias {
     uint32_t bits[T::kChunkKeys / 32];
   };
@@ -224,7 +226,7 @@ struct DecodeLoop : DecodeFewRows<T> {
   __device__ __forceinline__ void scores_of(float (&acc)[T::MT][T::NT][4], const Queries& q, int stage) const {
     using Mma = MmaAtom<Element>;
     const Operand<kHeadDim, false, false> k(tile(stage, 0), 0, lane);
-    // Two sums, where there are registers: a product waits for the one before it in its sum.
+    // Two sums where there are registers for them, since a product waits for the previous one of the same sum.
     constexpr bool kTwoSums = kHeadDim <= 128 && T::MT == 1;
     float odd[T::MT][T::NT][4];
     clear(acc);
@@ -279,7 +281,7 @@ struct DecodeLoop : DecodeFewRows<T> {
           for (int e = 0; e < 4; ++e) acc[mt][nt][e] += (e & 1) ? b.y : b.x;
       }
     } else if (!T::kPlain && !T::kHasTokenRows && p.bias.kind != BiasKind::kNone) {
-      // One of each query head's own: not worth a pipeline.
+      // Here each query head has a bias of its own, which is not worth loading ahead.
       const int count = keys_of(step);
 #pragma unroll
       for (int nt = 0; nt < T::NT; ++nt)
@@ -294,15 +296,16 @@ struct DecodeLoop : DecodeFewRows<T> {
     }
   }
 
-  // acc = -inf for keys behind the row's token, the last of which is at the last key. Lists are ascending.
+  // acc = -inf for keys behind the row's token; the last token is at the last key. Lists ascend, so that most steps
+  // need only one comparison.
   __device__ __forceinline__ void cut_later_keys(float (&acc)[T::MT][T::NT][4], int step,
                                                  const FragmentMap& map) const {
     if (!p.is_causal) return;
     const auto position = [&](int col) { return T::kGathered ? idx(step)[col] : step * T::kKeys + col; };
-    const int seen_by_all = p.seqlen_k - p.token_rows.count + 1;  // keys; each token sees one more than the one before
+    const int seen_by_all = p.seqlen_k - p.token_rows.count + 1;  // keys; each further token sees one more
     if (position(keys_of(step) - 1) < seen_by_all) return;
     int first_row = row0 + map.row0;
-    asm volatile("" : "+r"(first_row));  // the tokens of the rows are not kept in registers from step to step
+    asm volatile("" : "+r"(first_row));  // so that tokens of rows are not kept in registers from step to step
 #pragma unroll
     for (int mt = 0; mt < T::MT; ++mt)
 #pragma unroll
@@ -317,9 +320,9 @@ struct DecodeLoop : DecodeFewRows<T> {
       }
   }
 
-  // The block's lowest entry, if this step has it, is kept apart: its logits, and its row of V, which becomes 0 in the
-  // tile, as a probability of 0 would not hide what is not finite. The last block of the head finds them in the
-  // workspace.
+  // If this step has the thread block's lowest entry, that entry is left out of the softmax, and its logits and its
+  // row of V go to the workspace, where the last thread block of the head finds them. The row becomes 0 in the tile,
+  // since a probability of 0 would not hide a value that is not finite.
   __device__ __forceinline__ void keep_lowest(float (&acc)[T::MT][T::NT][4], int step, int stage) const {
     const int at = token.lowest - step * T::kKeys;
     if (!T::kTakesToken || static_cast<uint32_t>(at) >= T::kKeys) return;
@@ -353,8 +356,8 @@ struct DecodeLoop : DecodeFewRows<T> {
     __syncwarp();
   }
 
-  // Probabilities, and results so far rescaled to the new maxima. Most groups of heads have at most eight rows: then
-  // the lower half of the fragments holds none, and in a short draft the same goes for further ones.
+  // Turns scores into probabilities, and rescales results so far to the new maxima. Most groups of heads have at most
+  // eight rows, so that the lower half of the fragments has none; a short draft may leave more of them without rows.
   __device__ __forceinline__ void exponentiate(float (&acc_s)[T::MT][T::NT][4], float (&acc_o)[T::MT][T::OT][4],
                                                OnlineSoftmax<T::MT>& softmax) const {
 #pragma unroll
@@ -378,10 +381,11 @@ struct DecodeLoop : DecodeFewRows<T> {
     to_positions(idx_next);
     if constexpr (T::kGathered) keep_idx(0, idx_next);
     __syncwarp();
-    // A draft's kernel starts early, behind cache_draft(), which writes the rows behind the entries and what becomes of
-    // the tokens. It lets this one start when it has waited itself, so that all kernels before have ended: queries and
-    // entries can be read before the wait, by copies and reads that go past the L1 cache. kAsked stages come first, and
-    // kAhead before the wait: none where there is no room for one more copy of the code.
+    // The kernel of a draft starts early, behind cache_draft(), which writes the rows behind the entries and the
+    // DraftTokens. cache_draft() lets it start only after its own wait, when all earlier kernels have ended. So
+    // a warp whose keys are all entries can request these and the queries before the wait, by reads that bypass the L1
+    // cache. kAsked stages are requested before the queries, and kAhead of them before the wait. The general level
+    // requests none here: it would need one more copy of the code.
     constexpr int kAsked = T::kPlain ? 1 : 0, kAhead = T::kReadsAhead ? T::kStages - 1 : kAsked;
     if (T::kDraft && (!T::kPlain || end * T::kKeys > p.draft.entries)) wait_for_previous_kernel();
     if constexpr (kAsked > 0) load(begin, 0);
@@ -392,8 +396,8 @@ struct DecodeLoop : DecodeFewRows<T> {
       for (int i = kAsked; i < kAhead; ++i) load(begin + i, i);
     }
     if constexpr (T::kDraft && T::kPlain) wait_for_previous_kernel();
-    // Issued before the other copies of K and V, for which all of these loads would wait otherwise. To ask for them
-    // takes its time too, so the first step is on its way by then.
+    // These loads are issued before the other copies of K and V, behind which they would arrive otherwise. Issuing
+    // them takes time as well, so the copies of the first step come before them.
     Arrivals blocks = Base::arrivals(), heads = Base::head_arrivals();
     const bool counts_blocks = threadIdx.x == 0 && blocks.count > 1;
     const bool counts_heads = threadIdx.x == 0 && T::kTakesToken && heads.count > 1;
@@ -428,21 +432,21 @@ struct DecodeLoop : DecodeFewRows<T> {
         idx_next = fetch_idx(chunk + 2);
       }
       cp_async_wait<T::kStages - 1>();
-      __syncwarp();  // K and V of this step have landed, and the chunk is there
+      __syncwarp();  // K and V of this step have landed, and the chunk's bias and positions
       float acc_s[T::MT][T::NT][4];
       scores_of(acc_s, q, stage);
       modify_scores(acc_s, step);
       keep_lowest(acc_s, step, stage);
       exponentiate(acc_s, acc_o, softmax);
       gemm_pv<Element>(acc_o, acc_s, Operand<kHeadDim, false, true>(tile(stage, 1), 0, lane));
-      __syncwarp();  // K and V of this step and, at its end, the chunk are no longer read
+      __syncwarp();  // no lane reads K and V of this step, nor a chunk that ends here, any more
       load(step + T::kStages, stage);
       stage = stage + 1 == T::kStages ? 0 : stage + 1;
     }
     cp_async_wait<0>();
     __syncwarp();  // the ring is free
-    // The compiler cannot see that the batch stays the same: what is worked out from it below and was before the loop
-    // is not kept in registers between.
+    // Hides from the compiler that the batch is the same as before the loop. What it derives from the batch is then
+    // computed again below, and not kept in registers through the loop.
     asm volatile("" : "+r"(batch));
     Base::leave(acc_o, softmax);
     __syncthreads();
@@ -455,10 +459,11 @@ struct DecodeLoop : DecodeFewRows<T> {
     if (p.num_splits > 1) combine(sources);
   }
 
-  // By the last of the head's blocks.
+  // Called by the last thread block of a head, which combines the splits and puts the token into the cache.
   __device__ __forceinline__ void finish_token(uint64_t blocks, const typename Base::LaneSources& sources) const {
-    if (blocks == 1) __syncthreads();  // is_last() has one
-    // The heads' last blocks are counted as soon as they are known: all that matters is that they have read `seen`.
+    if (blocks == 1) __syncthreads();  // else is_last() was the barrier
+    // The last thread block of a head counts itself here as soon as it knows that it is the last. The number of
+    // tokens may be raised when all thread blocks have read it, and they did so before they were counted.
     Arrivals heads = Base::head_arrivals();
     if (threadIdx.x == 0 && heads.count > 1) {
       if (blocks == 1) device_fence();
@@ -468,7 +473,8 @@ struct DecodeLoop : DecodeFewRows<T> {
     if (threadIdx.x == 0 && (heads.count == 1 || heads.was_last())) token.commit_count(*this);
   }
 
-  // The rows whose blocks have all ended. Returns the entry whose place the token takes; -1: it takes none.
+  // Combines the splits of the rows whose thread blocks have all ended, from first_row() on. Returns the entry whose
+  // place the token takes, or -1 if it takes none.
   __device__ __forceinline__ int first_row() const { return T::kTakesToken ? 0 : row0; }
   __device__ __forceinline__ int combine(const typename Base::LaneSources& sources) const {
     const int first = first_row(), end_row = T::kTakesToken ? p.seqlen_q : row0 + rows;
@@ -491,7 +497,7 @@ template <class T>
 __global__ void __launch_bounds__(T::kThreads, 2) decode_kernel(const __grid_constant__ DecodeArguments p) {
   extern __shared__ __align__(1024) char smem[];
   __shared__ DecodeShared<T> shared;
-  static_assert(sizeof(shared) <= 3 * 1024);  // more would count as 4 KB, as the rings start on 1 KB
+  static_assert(sizeof(shared) <= 3 * 1024);  // the rings start on 1 KB: more would take 4 KB
   DecodeLoop<T>(p, smem, shared).run();
 }
 

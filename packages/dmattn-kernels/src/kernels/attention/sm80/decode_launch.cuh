@@ -1,4 +1,4 @@
-// Enqueues the decode kernels of a unit: one shape for all chips, and a kernel for each case and level.
+// Enqueues the decode kernels of a unit: one tile shape for all GPUs, and a kernel for each case and level.
 #pragma once
 
 #include <type_traits>
@@ -7,8 +7,9 @@
 
 namespace dmattn {
 
-// Up to so many bytes of K and V, these leave the L2 cache first. Of more, the changed lines of others are a small part
-// of what passes, and the rest goes faster by the usual order: see docs/kernels/decoding.md.
+// If K and V have at most this many bytes, their lines leave the L2 cache first. If they have more, the changed lines
+// of other kernels are a small part of them, and the rest is faster in the usual order: see "The L2 cache" in
+// docs/kernels/decoding.md.
 constexpr int64_t kEvictFirstBytes = int64_t{128} << 20;
 
 template <class T>
@@ -27,8 +28,7 @@ cudaError_t launch_decode_kernel(const KernelChoice& choice, const DecodeParams&
   const int64_t bytes_of_key = 2 * p.head_dim * int64_t{sizeof(typename T::Element)};  // and of its value
   arguments.evicts_first = arguments.parts * p.seqlen_k * bytes_of_key <= kEvictFirstBytes;
   static std::atomic<uint64_t> devices_ready{0};
-  // A draft's kernel comes right behind cache_draft(), and reads some of its operands before it waits: see
-  // DecodeLoop::run().
+  // The kernel of a draft follows cache_draft(), and reads some of its operands before it waits: see DecodeLoop::run().
   return launch</*kEarly=*/T::kDraft>(decode_kernel<T>, choice.blocks, T::kThreads, T::kSmemBytes, T::kSmemBytes,
                                       devices_ready, arguments, stream);
 }

@@ -1,6 +1,6 @@
-// From what the warps of a block of the decode kernel have found to the result: the warps' sums are merged; of the
-// blocks that share a row, the last one to end combines what all of them have left. With a token, the lowest entries
-// that these results leave out are put back, but for the one that leaves the cache, and so is the token.
+// From the results of the warps of the decode kernel to those of a row: the results of the warps are merged, and the
+// last of the thread blocks that share a row combines the results of all of them. With a token, the lowest entries,
+// which these results leave out, are put back, except for the one that leaves the cache, and the token is added.
 #pragma once
 
 #include "../shared/softmax.cuh"
@@ -8,29 +8,32 @@
 
 namespace dmattn {
 
-// Whatever this thread, and the block's other threads before a barrier, have read and written comes before what any
-// thread of the device does after it has seen a later atomic of this thread; and the other way round.
+// An acquire-release fence for the device. What this thread, and the other threads of the block before a barrier,
+// have read and written comes before all that another thread does after it has seen a later atomic of this thread.
+// Likewise, what follows here comes after what other threads did before atomics that this thread has seen.
 __device__ __forceinline__ void device_fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-// Blocks that end are counted in words of the workspace, which holds anything at the start. A word is one of this
-// launch's if it lies less than the number of those blocks past the launch's tag, 64 bits that the host draws anew for
-// each launch. Every block looks at the word before it counts itself there, and sets it to the tag if it holds anything
-// else. When all are counted it holds one too many to be taken for one of the next replay of a graph: nobody has to
-// clear it.
+// Counts the thread blocks that have ended, in words of the workspace that nobody clears. Each launch has a tag of 64
+// bits, which the host draws anew. A word is a valid count if it is less than `count`, the number of thread blocks
+// counted there, past the tag. Every thread block looks at the word before it counts itself, and sets the word to the
+// tag if it holds anything else. When all are counted, the word is one past the last valid count, so that the next
+// replay of a graph, which has the same tag, starts anew.
 struct Arrivals {
   unsigned long long* word;
   uint64_t tag, count;
   unsigned long long found;
 
-  // Thread 0. Two calls, so that other loads can be on their way together with this one.
+  // look() and prepare() are called by thread 0. They are two functions so that other loads can be in flight with
+  // that of the word.
   __device__ __forceinline__ void look() {
     asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(found) : "l"(word) : "memory");
   }
   __device__ __forceinline__ void prepare() const {
-    // Where this fails, another block of the launch has come first.
+    // If the exchange fails, another thread block of the launch has set the word before.
     if (found - tag >= count) atomicCAS(word, found, tag);
   }
-  // All threads: whether this block is the last. Then it sees what all the others have written.
+  // Called by all threads. Returns whether this thread block is the last one, which then sees what all others have
+  // written.
   __device__ __forceinline__ bool is_last() const {
     __syncthreads();
     bool is_last = false;
@@ -42,11 +45,11 @@ struct Arrivals {
     }
     return __syncthreads_or(is_last);
   }
-  // The same for what has only been read, in two calls, both by thread 0 and the first one after a device_fence(). Only
-  // the second one waits for the answer.
+  // The same where the other thread blocks have only read something. count_in() and was_last() are called by thread
+  // 0, count_in() after a device_fence(). Only was_last() waits for the answer.
   __device__ __forceinline__ void count_in() {
-    // By a number that looks as if each lane had another one. Otherwise ptxas adds up what the lanes of the warp add,
-    // and waits for the answer to hand it out.
+    // To the compiler, the number to add differs between lanes (only lane 0 gets here, which adds 1). Otherwise ptxas
+    // adds up what the lanes of the warp add, and waits for the answer to distribute it.
     uint32_t lane;
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
     const uint64_t one = uint64_t{lane} + 1;
@@ -68,14 +71,14 @@ struct DecodeResults : DecodeBlock<T> {
 
   // --- which blocks share a row --------------------------------------------------------------------------------------
 
-  // The splits of a block's rows. With a token those of all rows of the head: the last block overwrites the entry that
-  // leaves the cache.
+  // Counts the splits of this thread block's rows. With a token it counts those of all rows of the head, since the
+  // last thread block overwrites the entry that leaves the cache.
   __device__ __forceinline__ Arrivals arrivals() const {
     constexpr bool by_head = T::kTakesToken;
     const int64_t i = by_head ? Base::head_index() : Base::head_index() * p.row_blocks + row0 / T::kRows;
     return {words() + i, p.launch_tag, static_cast<uint64_t>(p.num_splits) * (by_head ? p.row_blocks : 1), 0};
   }
-  // With a token: the heads of a sequence.
+  // With a token: counts the heads of a sequence.
   __device__ __forceinline__ Arrivals head_arrivals() const {
     return {words() + static_cast<int64_t>(p.batch) * p.nheads + batch, p.launch_tag, static_cast<uint64_t>(p.nheads),
             0};
@@ -83,7 +86,7 @@ struct DecodeResults : DecodeBlock<T> {
 
   // --- what splits leave -------------------------------------------------------------------------------------------
 
-  // Number of a split of this head among those of all heads, and of a row of its.
+  // Index of a split of this head among those of all heads, and of a row in such a split.
   __device__ __forceinline__ int64_t part_index(int of_split) const { return of_split * p.parts + Base::head_index(); }
   __device__ __forceinline__ int64_t partial_row(int of_split, int row) const {
     return of_split * p.rows_of_split + Base::head_index() * p.seqlen_q + row;
@@ -91,7 +94,7 @@ struct DecodeResults : DecodeBlock<T> {
 
   // --- the warps of a block ------------------------------------------------------------------------------------------
 
-  // What this warp has found, for the others.
+  // Writes this warp's results, and the maxima and sums of its rows, to its ring, where the other warps read them.
   __device__ __forceinline__ void leave(const float (&acc_o)[T::MT][T::OT][4],
                                         const OnlineSoftmax<T::MT>& softmax) const {
 #pragma unroll
@@ -112,7 +115,7 @@ struct DecodeResults : DecodeBlock<T> {
       }
     }
   }
-  // The results of the warps, put together, after a barrier.
+  // Merges the results of the warps; comes after a barrier.
   __device__ __forceinline__ void merge() const {
     if (is_partial()) {
       merge_rows<true>();
@@ -123,15 +126,16 @@ struct DecodeResults : DecodeBlock<T> {
 
   // --- the splits of a row -------------------------------------------------------------------------------------------
 
-  // By all threads of the last block: the rows [first, first + count) of the head, at most kRows. Splits are summed in
-  // their order, whichever block does it. Returns the entry whose place the token takes; -1: it takes none.
+  // Combines the splits of rows [first, first + count) of the head, at most kRows. Called by all threads of the last
+  // thread block. Splits are summed in their order, whichever thread block does it. Returns the entry whose place the
+  // token takes, or -1 if it takes none.
   __device__ __forceinline__ int combine(int first, int count) const {
     float* const weights = reinterpret_cast<float*>(smem);
     float4* const sums = reinterpret_cast<float4*>(weights + T::kWeightFloats);
     float* const parts = weights + T::kWeightFloats + T::kSumFloats;
-    // Floats of a split: its results, and a row of V in 16 bits.
+    // Floats that each split takes: its results and, with a token, a row of V in 16 bits.
     const uint32_t results = count * head_dim(), part = results + (T::kTakesToken ? head_dim() / 2 : 0);
-    int most = p.num_splits;  // that there is room for
+    int most = p.num_splits;  // splits at a time, as many as there is room for
     if (__builtin_expect(most * part > T::kPartFloats, 0)) most = T::kPartFloats / part;
     const LaneShare share(lane, p.num_splits);
     LaneEntries entries;
@@ -143,7 +147,7 @@ struct DecodeResults : DecodeBlock<T> {
     for (int begin = 0; begin < p.num_splits; begin += most) {
       const int splits = min(most, p.num_splits - begin);
       if (begin > 0) __syncthreads();
-      // All of them on their way at once, past the L1 cache: other SMs have written them.
+      // All of these copies are in flight at once. They bypass the L1 cache, since other SMs have written the results.
       const float* src = p.out_accum + partial_row(begin + warp, first) * head_dim();
       uint32_t dst = smem_u32(parts) + 4 * warp * part;
 #pragma unroll 1
@@ -194,14 +198,15 @@ struct DecodeResults : DecodeBlock<T> {
     sum.z = fmaf(weight, x.z, sum.z);
     sum.w = fmaf(weight, x.w, sum.w);
   }
-  // Columns [col, col + 4) of a row of V. No weight: the row may hold anything.
+  // Adds columns [col, col + 4) of a row of V. If the weight is 0, the row may hold anything.
   static __device__ __forceinline__ void add_entry(float4& sum, float weight, const void* v, int col) {
     uint2 x = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(v) + col);
     if (weight == 0.f) x = make_uint2(0, 0);
     const float2 low = ElementTraits<Element>::unpack(x.x), high = ElementTraits<Element>::unpack(x.y);
     add(sum, weight, {low.x, low.y, high.x, high.y});
   }
-  // The next splits, at most `left`, of whose results `result` is the first one's and `v` its lowest entry's row.
+  // Adds the next splits, at most `left`. `result` points to the results of the first of them, and `v` to the row of
+  // V of its lowest entry.
   static constexpr int kSplitsAtOnce = 4;
   static __device__ __forceinline__ void add_splits(float4& sum, const float* weight, const float* result,
                                                     const float* v, uint32_t part, int col, int left) {
@@ -212,26 +217,26 @@ struct DecodeResults : DecodeBlock<T> {
       if (T::kTakesToken) add_entry(sum, weight[T::kEntryWeights + i], v + i * part, col);
     }
   }
-  // Each warp leaves its results in its own ring: it has not to wait for the others before.
+  // Each warp leaves its results in its own ring, so that it need not wait for the others before.
   __device__ __forceinline__ float* merge_row(int w, int row) const {
     return reinterpret_cast<float*>(smem + w * T::kWarpBytes) + row * T::kMergePitch;
   }
-  // Maximum (0) or sum (1) of a row.
+  // Maximum (which == 0) or sum (which == 1) of a row.
   __device__ __forceinline__ float& merge_stats(int which, int w, int row) const {
     return merge_row(w, T::kRows)[which * T::kRows + row];
   }
-  // The maximum of a row of this block's keys, and the sum of what follows from it.
+  // The maximum of a row over the keys of this thread block, and its sum of exp(score - maximum).
   struct RowSum {
     float max = -INFINITY, sum = 0.f;
     __device__ __forceinline__ float scale() const { return sum > 0.f ? 1.f / sum : 0.f; }
-    // Its log-sum-exp, and what rounding has dropped: see OnlineSoftmax::finish.
+    // The log-sum-exp, and what rounding dropped from it: see OnlineSoftmax::finish().
     __device__ __forceinline__ float2 lse() const {
       const bool empty = !(sum > 0.f);
       const float log_sum = logf(sum), whole = empty ? -INFINITY : max + log_sum;
       return {whole, empty ? 0.f : (max - whole) + log_sum};
     }
   };
-  // `weight`: of the warps.
+  // `weight` becomes the weights of the warps in a row.
   __device__ __forceinline__ RowSum weigh_warps(float (&weight)[T::kWarps], int row) const {
     RowSum found;
 #pragma unroll
@@ -244,14 +249,14 @@ struct DecodeResults : DecodeBlock<T> {
     }
     return found;
   }
-  // kPartial: they are those of one split.
+  // kPartial: the results are those of one split, and go to the workspace.
   template <bool kPartial>
   __device__ __forceinline__ void merge_rows() const {
     const int own_row = threadIdx.x;
     static_assert(T::kRows <= T::kThreads);
     RowSum own;
-    // What is the same for all columns of a row, found once, by a thread each. For few rows another barrier would take
-    // longer.
+    // What is the same for all columns of a row is computed once, by one thread for each row. With few rows, every
+    // thread computes it, since the additional barrier would take longer.
     if constexpr (T::kSharesWeights) {
       if (own_row < rows) {
         float weight[T::kWarps];
@@ -276,7 +281,7 @@ struct DecodeResults : DecodeBlock<T> {
         own = weigh_warps(weight, row);
         scale = own.scale();
       }
-      const float2 lse = own.lse();  // beside the sums, not behind them
+      const float2 lse = own.lse();  // here, to be computed at the same time as the sums below
       float4 out = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
       for (int w = 0; w < T::kWarps; ++w)
@@ -291,13 +296,14 @@ struct DecodeResults : DecodeBlock<T> {
     }
     if (T::kSharesWeights && own_row < rows) leave_lse<kPartial>(own_row, own.lse());
   }
-  // With a token, even one split has results to which something is added.
+  // With a token even the results of a single split are partial, since an entry or the token is added to them.
   __device__ __forceinline__ bool is_partial() const { return p.num_splits > 1 || T::kTakesToken; }
-  // How the lanes of a warp share the splits of rows: as many lanes as there are splits, or a few more, take a row, and
-  // the others the rows behind it. A lane has split `split` and, of many, those 32 further on each time.
+  // How the lanes of a warp share rows and their splits. A row takes a lane for each split, rounded up to a power of
+  // two and at most 32; the remaining lanes take the rows behind it. A lane has split `split` and, if there are more
+  // than 32 splits, every 32nd one after it.
   struct LaneShare {
-    int log, lanes;  // of a row
-    int split, row;  // of this lane, the row among those of the warp
+    int log, lanes;  // a row takes `lanes` lanes; log: log2 of that
+    int split, row;  // of this lane; the row counts among those of the warp
     __device__ __forceinline__ LaneShare(int lane, int splits)
         : log((splits > 1) + (splits > 2) + (splits > 4) + (splits > 8) + (splits > 16)),
           lanes(1 << log),
@@ -315,8 +321,8 @@ struct DecodeResults : DecodeBlock<T> {
   };
   static constexpr int kEach = T::kSplits / 32;  // splits of a lane
 
-  // The lowest entries of the lane's splits. By words: where all four of pack_entry() are read at once, the register of
-  // the last one is taken for something else, which then waits for it.
+  // Loads the lowest entries of the lane's splits, as two words and one: if all four words of pack_entry() were read
+  // at once, the register of the last, unused one would be used for something else, which would wait for the read.
   using LaneEntries = CacheEntry[kEach];
   __device__ __forceinline__ void load_lowest(LaneEntries& found, const LaneShare& share) const {
 #pragma unroll
@@ -330,8 +336,8 @@ struct DecodeResults : DecodeBlock<T> {
     const uint2 key = __ldcg(reinterpret_cast<const uint2*>(from));
     found = {key.x, key.y, static_cast<int32_t>(__ldcg(from + 2))};
   }
-  // Which entry makes room: the lowest of all splits, if the token's score is not lower. Every warp comes to the same
-  // answer.
+  // The entry that makes room: the lowest of all splits, if the token's score is not lower. Otherwise -1. Every warp
+  // finds the same answer.
   __device__ __forceinline__ int lowest_slot(const LaneEntries& entries) const {
     CacheEntry low;
 #pragma unroll
@@ -342,14 +348,15 @@ struct DecodeResults : DecodeBlock<T> {
     return takes ? low.slot : -1;
   }
 
-  // Before the results of the splits, which are more. Not where ptxas would keep queries in local memory for it.
+  // Whether LaneParts are loaded before the results of the splits, which have more bytes. Not where ptxas would keep
+  // queries in local memory for that.
   static constexpr bool kLoadsPartsAhead = kHeadDim <= 128 || !T::kGathered;
-  // What the lane's splits have found in a row, and the logits there of their lowest entries and of the token.
+  // Log-sum-exps of a row in the lane's splits, and the logits of the splits' lowest entries and of the token there.
   template <int kN>
   struct LaneParts {
     float lse[kN], rest[kN], entry_logit[kN], token_logit;
   };
-  // Of the lane's row, `row` being the warp's first one among `count` from `first` on.
+  // Loads those of the lane's row. The warp's first row is `row`, counted from `first`; there are `count` rows.
   template <int kN>
   __device__ __forceinline__ void load_parts(LaneParts<kN>& x, const LaneShare& share, int first, int row,
                                              int count) const {
@@ -370,7 +377,8 @@ struct DecodeResults : DecodeBlock<T> {
     x.token_logit = T::kTakesToken && is_row ? __ldcg(logit + p.num_splits * rows_of_split) : -INFINITY;
   }
 
-  // What was loaded, from here on. Nothing looks at it further up, which would be to wait for it.
+  // The loaded entries are used from here on: the asm keeps the compiler from doing so earlier, where it would wait
+  // for them. Returns the entry that the token replaces, or -1.
   __device__ __forceinline__ int find_replaced(LaneEntries& entries) const {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
@@ -379,8 +387,8 @@ struct DecodeResults : DecodeBlock<T> {
     return T::kTakesToken ? lowest_slot(entries) : -1;
   }
 
-  // x becomes the weights of the splits in a row, and with a token those of their lowest entries and its own, but for
-  // the entry that leaves or the token. Returns the row's maximum and its sum.
+  // Turns x into weights: of the splits in a row and, with a token, of their lowest entries and of the token. The entry
+  // that the token replaces has weight 0; if there is none, the token has. Returns the row's maximum and its sum.
   template <int kN, class Share>
   __device__ __forceinline__ float2 to_weights(LaneParts<kN>& x, const LaneEntries& entries, int replaced,
                                                const Share& share) const {
@@ -421,8 +429,8 @@ struct DecodeResults : DecodeBlock<T> {
     return {max, sum};
   }
 
-  // The weights of all rows. `x` is what the warp has loaded for its first rows, if kLoadsPartsAhead. Returns the entry
-  // whose place the token takes.
+  // Computes the weights of all rows. If kLoadsPartsAhead, `x` is what the warp has loaded for its first rows.
+  // Returns the entry whose place the token takes, or -1.
   __device__ __forceinline__ int weigh(float* weights, int first, int count, const LaneShare& share,
                                        LaneEntries& entries, LaneParts<kEach>& x) const {
     const int replaced = find_replaced(entries);
@@ -467,7 +475,7 @@ struct DecodeResults : DecodeBlock<T> {
       dst[3] = static_cast<uint16_t>(word.y >> 16);
     }
   }
-  // Of this block's keys.
+  // The log-sum-exp over the keys of this thread block.
   template <bool kPartial>
   __device__ __forceinline__ void leave_lse(int row, const float2& lse) const {
     if constexpr (kPartial) {
@@ -478,7 +486,7 @@ struct DecodeResults : DecodeBlock<T> {
       store_lse(row0 + row, batch, lse.x, lse.y);
     }
   }
-  // Of all keys; `max` is that of the splits' log-sum-exps, and 0 where no split keeps a key.
+  // The log-sum-exp over all keys. `max` is the largest of the splits' log-sum-exps, or 0 if no split keeps a key.
   __device__ __forceinline__ void store_whole_lse(int row, int of_batch, float max, float sum) const {
     if (!has_lse()) return;
     const float log_sum = logf(sum), whole = max + log_sum;

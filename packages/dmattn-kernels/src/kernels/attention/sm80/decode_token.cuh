@@ -1,6 +1,6 @@
-// The token that a step of decoding puts into a cache of the best keys. Which entry makes room for it is known only to
-// the last block of the head: until then each block keeps the lowest of its own entries out of its results, and the
-// last one puts all of them back but one, for which the token comes in.
+// The token that a step of decoding puts into a cache of the best keys. Only the last thread block of a head finds
+// out which entry makes room. Until then each thread block leaves its own lowest entry out of its results; the last
+// one puts all of these entries back, except for the one that the token replaces.
 #pragma once
 
 #include "../../shared/chunk.cuh"
@@ -10,15 +10,15 @@
 
 namespace dmattn {
 
-// The search of a warp for the lowest of its entries. load() starts the reads of a lane's first ones: to look at them
-// would be to wait for them, so they stay as they are until find().
+// How a warp searches for the lowest of its entries. load() requests the first ones of each lane. They stay as they
+// were read until find(), since converting them earlier would wait for them.
 template <class Element>
 struct WarpSearch {
-  static constexpr int kAhead = 16;  // entries of a lane
-  static constexpr int kBatch = 4;   // of them, left out together where the warp has no entries for them
-  const void* scores;                // from the lane's first entry on, as are the others
+  static constexpr int kAhead = 16;  // entries of a lane that load() requests
+  static constexpr int kBatch = 4;   // entries that are skipped together if the warp has fewer
+  const void* scores;                // scores and positions start at the lane's first entry
   const int32_t* positions;
-  int entries, left;  // of the warp; and those that are not before the lane's first one
+  int entries, left;  // entries of the warp, and of these the ones from the lane's first on
   bool is_wide;       // scores are fp32
   uint32_t bits[kAhead];
   int32_t position[kAhead];
@@ -30,10 +30,10 @@ struct WarpSearch {
       load(static_cast<const uint16_t*>(scores));
     }
   }
-  // `slot` of the lane's first entry. By whole warps.
+  // `slot`: that of the lane's first entry. Called by whole warps.
   __device__ __forceinline__ CacheEntry find(int slot) const {
     CacheEntry low;
-    // The lane's slots ascend: among equals the first one stays.
+    // The lane's slots ascend, so among equal entries the one of the lowest slot stays.
     const auto look_at = [&](uint32_t b, int32_t at, int i) {
       const CacheEntry entry = make_cache_entry(value(b), at, slot + 32 * i);
       if (32 * i < left && entry.key() < low.key()) low = entry;
@@ -75,18 +75,18 @@ template <class T>
 struct DecodeToken {
   using Element = typename T::Element;
   static constexpr int kHeadDim = T::kHeadDim;
-  static constexpr int kChunks = kHeadDim / 8;  // of its key, and of its value
+  static constexpr int kChunks = kHeadDim / 8;  // eight elements each: of the key, and as many of the value
   static_assert(2 * kChunks <= T::kThreads);
 
   int lowest = -1;  // the block's entry that would leave the cache first; -1: it has none
 
-  // What is read before K and V, as it is: to look at it would be to wait for it.
+  // What is requested before most of K and V. It stays as it was read, since converting it would wait for it.
   struct Reads {
     WarpSearch<Element> search;
-    uint32_t score = 0;  // as its dtype has it
+    uint32_t score = 0;  // bits in the dtype of scores
     int seen = 0;
-    uint32_t active = 1;         // 0: the token is none
-    uint32_t key[kHeadDim / 8];  // as the right operand of the first product, in all of its columns
+    uint32_t active = 1;         // 0: there is no token
+    uint32_t key[kHeadDim / 8];  // right operand of the first product, the same in all columns
   };
 
   __device__ __forceinline__ void load(const DecodeResults<T>& block, Reads& reads) const {
@@ -119,7 +119,7 @@ struct DecodeToken {
     }
   }
 
-  // Once K and V are on their way, for which the barrier does not wait.
+  // Called when K and V have been requested; the barrier does not wait for these.
   template <class Queries>
   __device__ __forceinline__ void begin(const DecodeResults<T>& block, const Reads& reads, const Queries& q) {
     CacheEntry low = reads.search.find(block.begin * T::kKeys + block.lane);
@@ -137,8 +137,8 @@ struct DecodeToken {
     leave_entry(block, low);
   }
 
-  // By the last block of the head, all blocks of which have read the entry: the cache takes the token in, where
-  // `replaced` is not -1.
+  // Puts the token into the place of entry `replaced`; does nothing if that is -1. Called by the last thread block of
+  // the head, when all its thread blocks have read the entry.
   __device__ __forceinline__ void commit_entry(const DecodeResults<T>& block, int replaced) const {
     if (replaced < 0) return;
     const auto& p = block.p;
@@ -161,16 +161,16 @@ struct DecodeToken {
           static_cast<uint16_t>(ElementTraits<Element>::pack(score, 0.f));
     }
   }
-  // By thread 0 of the sequence's last head, once the others have read the number of its tokens. That this is so is
-  // what it has waited for, so the number is not written before.
+  // Raises the number of tokens of the sequence. Called by thread 0 of the thread block that is the last one of all
+  // heads. It has seen that the other heads were counted, and so have read the number: this write cannot come earlier.
   __device__ __forceinline__ void commit_count(const DecodeResults<T>& block) const {
     const int position = block.held.position;
     if (position >= 0) block.p.token.seen[block.batch] = position + 1;
   }
 
  private:
-  // The thread's eight elements of the token: first its key, then its value, for the threads that there are elements
-  // for. They lie in shared memory from the start, as the last block of the head should not have to wait for them.
+  // Eight elements of the token for each thread: first of its key, then of its value; the further threads have none.
+  // They are copied to shared memory at the start, so that the last thread block of the head need not wait for them.
   struct Chunk {
     bool is_key = threadIdx.x < kChunks;
     int col = static_cast<int>(threadIdx.x) % kChunks * 8;
@@ -186,8 +186,8 @@ struct DecodeToken {
     }
   };
 
-  // The block's lowest entry, for the last block of the head. All blocks of rows find the same one. Where there is
-  // none, nothing is left out of the results.
+  // Writes the thread block's lowest entry for the last thread block of the head. All blocks of rows find the same
+  // entry, so only the first one writes it. If there is none, nothing is left out of the results.
   static __device__ __forceinline__ void leave_entry(const DecodeResults<T>& block, const CacheEntry& low) {
     const LowestEntries& to = block.p.lowest;
     if (threadIdx.x == 0 && block.row0 == 0) {
@@ -196,7 +196,7 @@ struct DecodeToken {
     const int i = threadIdx.x;
     if (low.slot == INT_MAX && i < block.rows) to.logit[block.partial_row(block.split, block.row0 + i)] = -INFINITY;
   }
-  // The warp's entries among those of all heads.
+  // Index of the warp's first entry among the entries of all heads.
   static __device__ __forceinline__ int64_t first_entry(const DecodeResults<T>& block) {
     return block.head_index() * block.p.seqlen_k + block.begin * T::kKeys;
   }
@@ -205,12 +205,12 @@ struct DecodeToken {
     return static_cast<const uint16_t*>(base) + block.batch * s.batch + block.head * s.head;
   }
 
-  // A score of the cache's dtype, as it is.
+  // A score of the cache's dtype, not converted.
   static __device__ __forceinline__ uint32_t score_bits(const DecodeResults<T>& block, const void* scores, int64_t i) {
     if (block.p.bias.dtype == Dtype::kFloat32) return __ldg(static_cast<const uint32_t*>(scores) + i);
     return __ldg(static_cast<const uint16_t*>(scores) + i);
   }
-  // The token's logits are left by one warp of each block of rows, beside those of the splits' lowest entries.
+  // One warp for each block of rows writes the token's logits, behind those of the splits' lowest entries.
   static __device__ __forceinline__ bool has_logits(const DecodeResults<T>& block) {
     return block.split == 0 && block.warp == 0;
   }
@@ -229,7 +229,7 @@ struct DecodeToken {
     }
     scale_scores(acc, p.softmax_scale, T::kPlain ? 0.f : p.softcap);
     const float score = reads.search.value(reads.score);
-    if ((block.lane & 3) != 0) return;  // all columns are the same
+    if ((block.lane & 3) != 0) return;  // all columns are equal
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int r = block.lane / 4 + 8 * half;

@@ -1,4 +1,4 @@
-// Forward attention for sm80 and later: mma.sync, cp.async, one block per kBlockM query rows of one head.
+// Forward attention for sm80 and later, by mma.sync and cp.async: a thread block computes kBlockM query rows of a head.
 #pragma once
 
 #include "../../tiles.h"
@@ -13,8 +13,9 @@
 
 namespace dmattn {
 
-// kTokenRows: rows as in TokenRows, at Level::kPlain over contiguous keys. Results are partial ones even if keys are
-// not split: combine_splits() knows where the rows go, which would take registers here that there are not.
+// kTokenRows: rows are laid out as TokenRows, at Level::kPlain over contiguous keys. Then results are written as
+// partial ones even if keys are not split: combine_splits() puts the rows in their places, for which this kernel has
+// too few registers.
 template <class Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps_, bool kGathered_, Level kLevel,
           bool kTokenRows_ = false>
 struct FwdTraits {
@@ -30,7 +31,8 @@ struct FwdTraits {
   static constexpr int MT = kBlockM / (16 * kWarps);
   static constexpr int NT = kBlockN / 8;
   static constexpr int OT = kHeadDim / 8;
-  // Two blocks of 128 threads share the register file at 255 registers and hide each other's softmax.
+  // Two thread blocks of 128 threads fill the register file, with 255 registers a thread, and hide each other's
+  // softmax.
   static constexpr int kMinBlocks = kWarps == 4 ? 2 : 1;
   static constexpr int kMaskWords = kBlockN / 32;
 
@@ -42,8 +44,8 @@ struct FwdTraits {
   static constexpr uint32_t kKeyBias = kInterval + (kGathered ? 2 * kBlockN * 8 : 0);  // float [2][kBlockN]
   static constexpr uint32_t kMask = kKeyBias + (kGeneral ? 2 * kBlockN * 4 : 0);       // uint32 [kBlockM][kMaskWords]
   static constexpr uint32_t kSeqlens = kMask + (kGeneral && !kGathered ? kBlockM * kMaskWords * 4 : 0);  // SeqlenInfo
-  // Over lists, ptxas computes with lengths from global memory in uniform registers; with those from shared memory it
-  // spilled 64 bytes at head_dim 128.
+  // Not over lists: if lengths come from global memory, ptxas keeps them in uniform registers there, and with those
+  // from shared memory it spilled 64 bytes at head_dim 128.
   static constexpr bool kKeepsSeqlens = (kPacked || kMayBePacked) && !kGathered;
   static constexpr uint32_t kBias = kSeqlens + (kKeepsSeqlens ? sizeof(SeqlenInfo) : 0);
   static constexpr uint32_t kBiasBytes =
@@ -64,8 +66,8 @@ struct FwdBlock : AttentionBlock<T, FwdParams> {
   int head, m_block, split;
   int row0;           // first query row of the block
   bool has_sequence;  // see find_sequence()
-  // causal_offset() of listed keys, which may be packed: kept in a register, as reading the sequence's lengths again
-  // made ptxas spill 500 bytes here.
+  // causal_offset() of listed keys, which may be packed. It is kept in a register because ptxas spilled 500 bytes
+  // here when the sequence's lengths were read again.
   int list_offset;
   int keys_total;      // keys, or entries of the list
   int keys_full;       // interval lists: leading entries that every row keeps
@@ -77,7 +79,8 @@ struct FwdBlock : AttentionBlock<T, FwdParams> {
       : Base(params, smem_), smem_base(smem_u32(smem_)) {
     const int m_blocks = (p.seqlen_q + kBlockM - 1) / kBlockM;
     WorkIndex work(static_cast<int>(blockIdx.x));
-    // Causal rows at the end have the most keys: start them first, so that the last blocks to run are short.
+    // Under causality the last rows see the most keys. They are started first, so that the thread blocks that end
+    // last are short ones.
     m_block = m_blocks - 1 - work.take(m_blocks);
     split = work.take(p.num_splits);
     head = work.take(p.nheads);
@@ -112,7 +115,7 @@ struct FwdBlock : AttentionBlock<T, FwdParams> {
     }
     int visible = keys_total;
     if (p.is_causal && !has_intervals()) {
-      const int end = last_position(min(row0 + kBlockM, seqlen_q()) - 1) + 1;  // first position no row may see
+      const int end = last_position(min(row0 + kBlockM, seqlen_q()) - 1) + 1;  // first position that no row may see
       visible = T::kGathered ? warp_lower_bound(list, keys_total, end, lane) : min(visible, max(end, 0));
     }
     n_end = (visible + kBlockN - 1) / kBlockN;
@@ -155,7 +158,7 @@ struct FwdBlock : AttentionBlock<T, FwdParams> {
     using Tile = SmemTile<kHeadDim>;
     const Element* const first = head_ptr(p.q, p.q_stride, head);
     const int chunk = threadIdx.x % Tile::kChunks;
-#pragma unroll 2  // few registers
+#pragma unroll 2  // to save registers
     for (int i = threadIdx.x / Tile::kChunks; i < kBlockM; i += T::kThreads / Tile::kChunks) {
       const int row = row0 + i;
       const int64_t at = token_row_offset(p.token_rows.group, p.token_rows.q_token, p.q_stride.row, row);
@@ -190,8 +193,9 @@ struct FwdBlock : AttentionBlock<T, FwdParams> {
   __device__ __forceinline__ float* key_bias(int buf) const {
     return reinterpret_cast<float*>(smem + T::kKeyBias) + buf * kBlockN;
   }
-  // This thread's entry of the tile's key list / key bias (threads below kBlockN), loaded a tile ahead. The entry is as
-  // it was read: key_limits() makes a position of it once it has arrived.
+  // This thread's entry of the tile's list, and its key's bias (threads below kBlockN), which are loaded a tile
+  // ahead. The entry is returned as it was read, so that nothing waits for it yet; later, key_limits() clamps it to a
+  // position.
   __device__ __forceinline__ int fetch_key_idx(int n) const {
     return threadIdx.x < kBlockN ? __ldg(list + n * kBlockN + threadIdx.x) : 0;
   }
@@ -203,7 +207,7 @@ struct FwdBlock : AttentionBlock<T, FwdParams> {
   }
   __device__ __forceinline__ bool has_key_bias() const { return T::kGeneral && p.bias.kind == BiasKind::kKey; }
 
-  // What the score modification of tile n reads besides Q and K.
+  // Loads what the score modification of tile n reads besides Q and K.
   __device__ __forceinline__ void load_score_inputs(int n) const {
     if constexpr (T::kGeneral && !T::kGathered) {
       if (p.bias.kind == BiasKind::kTile) {
@@ -251,7 +255,7 @@ struct FwdBlock : AttentionBlock<T, FwdParams> {
       if (in.key0 + kBlockN > keys_full) apply_intervals(acc_s, in, map, causal_offset());
       return;
     }
-    // Only tiles on the diagonal or at the end have anything to cut.
+    // Only tiles on the diagonal or at the end of the keys have scores to set to -inf.
     const int last = T::kGathered ? in.key_idx[min(kBlockN, in.keys) - 1] : in.key0 + kBlockN - 1;
     if (in.keys < kBlockN || (p.is_causal && last > last_position(row0))) {
       if constexpr (T::kTokenRows) {
@@ -263,7 +267,7 @@ struct FwdBlock : AttentionBlock<T, FwdParams> {
   }
 
   __device__ __forceinline__ void run() {
-    // The longest sequence has more blocks than this one.
+    // The grid has as many row blocks for each sequence as the longest one needs.
     if (is_packed() && (!has_sequence || row0 >= seqlen_q())) return;
     float acc_o[T::MT][T::OT][4];
     clear(acc_o);
@@ -365,7 +369,7 @@ struct FwdBlock : AttentionBlock<T, FwdParams> {
       store_accum(acc_o, accum_row);
       return;
     }
-    // Q was last read before the main loop's second barrier: the rounded output goes through its tile.
+    // No warp reads Q after the main loop's second barrier, so the rounded output goes through the tile of Q.
     store_acc<Element, kHeadDim>(smem_base + T::kQ, acc_o, warp * 16 * T::MT, 0, lane);
     __syncthreads();
     Element* out = static_cast<Element*>(p.out) + batch * p.out_stride.batch + head * p.out_stride.head +

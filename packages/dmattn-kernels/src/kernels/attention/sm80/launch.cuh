@@ -12,13 +12,13 @@ namespace dmattn {
 
 constexpr TileSet other_tiles(TileSet tiles) { return tiles == TileSet::kWide ? TileSet::kNarrow : TileSet::kWide; }
 
-// Tile sets that give a kernel its shape, as a bit set: kWide = 1, kNarrow = 2.
+// The tile sets that have a kernel's shape, as bits: kWide = 1, kNarrow = 2.
 constexpr int tile_set_bits(TileSet tiles, bool shared) { return shared ? 3 : tiles == TileSet::kWide ? 1 : 2; }
 
-// Whether the code for this compilation pass holds the kernel's body. The unit is compiled from compute_80, for chips
-// that need the narrow tiles from compute_86, and from compute_89 to PTX that may run on either (see cmake/cuda.cmake);
-// a shape that only the other tile set has would be dead weight in the binary. Test builds (DMATTN_ALL_TILES) run all
-// shapes on one chip.
+// Whether this compilation pass compiles the kernel's body. A unit is compiled from compute_80, for GPUs that need
+// the narrow tiles from compute_86, and from compute_89 to PTX that may run on either (see cmake/cuda.cmake). A shape
+// that only the other tile set has would be code that is never run. Test builds (DMATTN_ALL_TILES) run all shapes on
+// one GPU.
 template <int kTileSetBits>
 constexpr bool is_compiled_here() {
 #if defined(__CUDA_ARCH__) && !defined(DMATTN_ALL_TILES)
@@ -33,7 +33,7 @@ using LevelConstant = std::integral_constant<Level, kLevel>;
 template <TileSet kTiles>
 using TileSetConstant = std::integral_constant<TileSet, kTiles>;
 
-// Calls f(level, tiles) with the choice as compile-time constants. Lists have no packed kernels of their own.
+// Calls f(level, tiles) with the choice as compile-time constants. There are no kernels of level kPacked over lists.
 template <bool kGathered, class F>
 cudaError_t with_kernel(const KernelChoice& choice, F&& f) {
   const auto with_tiles = [&](auto level) {
@@ -50,7 +50,7 @@ cudaError_t with_kernel(const KernelChoice& choice, F&& f) {
       return with_tiles(LevelConstant<Level::kGeneral>{});
     case Level::kFull:
       return with_tiles(LevelConstant<Level::kFull>{});
-    case Level::kCut:  // decoding has a launch of its own
+    case Level::kCut:  // decoding only, which decode_launch.cuh launches
       break;
   }
   return cudaErrorInvalidValue;

@@ -1,4 +1,4 @@
-// Attention over few keys, which all fit one tile: what the forward and the backward have in common.
+// Attention over few keys, all of which fit one tile: what the forward and the backward have in common.
 #pragma once
 
 #include "../../short_params.h"
@@ -10,16 +10,16 @@
 
 namespace dmattn {
 
-// The number of this thread. The compiler takes it for a new one each time: what follows from it is then worked out
-// again for each tile. Kept over the tiles, such addresses took more registers than there are.
+// threadIdx.x, but the compiler has to assume that each call returns another number. So it computes addresses again
+// for each tile: when it kept them from tile to tile, they took more registers than there are.
 __device__ __forceinline__ int renewed_thread() {
   int thread = static_cast<int>(threadIdx.x);
   asm volatile("" : "+r"(thread));
   return thread;
 }
 
-// Keys that a mask hides from all rows may hold NaN, which a weight of 0 would not keep away: their rows in a tile
-// become zeros. By all threads, which have to meet before and after.
+// Keys that a mask hides from all rows may hold NaN, which a weight of 0 would not keep out of the results. So their
+// rows of a tile of K or V are set to zero. Called by all threads, with a barrier before and after it.
 template <int kHeadDim, int kThreads>
 __device__ __forceinline__ void clear_hidden_keys(uint32_t tile, const uint8_t* mask, int64_t col_stride, int keys,
                                                   int thread) {
@@ -29,7 +29,7 @@ __device__ __forceinline__ void clear_hidden_keys(uint32_t tile, const uint8_t* 
     if (__ldg(mask + key * col_stride) == 0) st_shared(tile + Tile::offset(key, chunk), make_uint4(0, 0, 0, 0));
   }
 }
-// Whether a mask is the same for all rows. All query heads of a kv head then have the same.
+// Whether a mask is the same for all rows. In the backward it then is the same for all query heads of a kv head, too.
 __device__ __forceinline__ bool hides_keys(const ShortParams& p) {
   return p.mask.ptr != nullptr && p.mask.row_stride == 0;
 }
@@ -40,11 +40,11 @@ __device__ __forceinline__ const uint8_t* mask_of(const ShortParams& p, int batc
 // The levels of these kernels:
 //   kPlain    neither bias nor mask, a positive scale; in the backward all three gradients
 //   kGeneral  any bias and mask, any gradients
-//   kFull     a bias that all batches of a block share, which is read once, and the sums of whose gradient stay in
-//             registers; any mask
+//   kFull     any mask, and a bias that all batches share: a thread block reads it once for all of its batches, and
+//             sums its gradient in registers
 
-// What a bias and a mask do to the scores of a warp: 16 rows and 8 NT keys, which begin at `map` in a tile of
-// kShortRows rows from row0 on.
+// What a bias and a mask do to the scores of a warp: 16 rows and 8 NT keys. `map` is their place in a tile of
+// kShortRows rows, of which row0 is the first.
 template <class Element, int NT>
 struct ShortScores {
   using Fragments = float[1][NT][4];
@@ -54,7 +54,7 @@ struct ShortScores {
 
   __device__ __forceinline__ bool exists(int row, int col) const { return row < p.seqlen_q && col < p.seqlen_k; }
 
-  // Whether a tile with room for so many keys has some that are not there, or that some row does not see.
+  // Whether a tile with room for `keys` keys has places without a key, or keys that some row does not see.
   __device__ __forceinline__ bool has_limits(int keys) const { return p.is_causal || p.seqlen_k < keys; }
   // acc = -inf for keys past the end and, when causal, keys after the row's last one.
   __device__ __forceinline__ void apply_limits(Fragments& acc) const {
@@ -68,12 +68,12 @@ struct ShortScores {
       }
   }
 
-  // Which scores the mask of a batch and a query head keeps, as a word for each 32 keys of the two rows of a lane: bit
-  // 8 i + c is of column c of the lane in fragment i of the word's four.
+  // Which scores of the lane's two rows the mask of a batch and query head keeps: a word for each row and each 32
+  // keys (four fragments). Bit 8 i + c is for the lane's column c, 0 or 1, in fragment i of the four.
   struct Kept {
     uint32_t words[(NT + 3) / 4][2];
   };
-  // a or b, without putting them into memory.
+  // first ? a : b, in a form that leaves both in registers.
   static __device__ __forceinline__ Kept choose(bool first, const Kept& a, const Kept& b) {
     Kept chosen;
 #pragma unroll
@@ -89,7 +89,7 @@ struct ShortScores {
     if (mask.col_stride == 1) return load_row_mask(of_head, std::integral_constant<int, 1>{});
     return load_row_mask(of_head, mask.col_stride);
   }
-  // The same for all rows: a vote of the warp, each lane of which reads a key.
+  // A mask that is the same for all rows: each lane reads the entry of one key, and a vote gives the warp all of them.
   __device__ __forceinline__ Kept load_key_mask(const uint8_t* of_head, int lane) const {
     Kept kept;
 #pragma unroll
@@ -126,7 +126,8 @@ struct ShortScores {
       }
   }
 
-  // f(nt, bias) for each fragment of the bias of a batch and a query head; 0 where there are no scores.
+  // Calls f(nt, bias) with the lane's entries of each fragment of the bias of a batch and query head; entries beyond
+  // the last row or key are 0.
   template <class F>
   __device__ __forceinline__ void for_each_bias(int batch, int head, F&& f) const {
     const BiasParams& bias = p.bias;
@@ -137,7 +138,7 @@ struct ShortScores {
       for_each_bias_as(static_cast<const Element*>(bias.ptr) + base, f);
     }
   }
-  // Neighbours in memory are read in pairs where they start on two of them.
+  // Entries of neighbouring keys are read in pairs where they are contiguous and pairs are aligned.
   template <class B, class F>
   __device__ __forceinline__ void for_each_bias_as(const B* base, F&& f) const {
     const BiasParams& bias = p.bias;
@@ -187,7 +188,7 @@ struct ShortScores {
       f(nt, make_float4(values[0].x, values[0].y, values[1].x, values[1].y));
     }
   }
-  // Of the two rows of a lane. from: row 0 of all.
+  // Where the lane's two rows of the bias start, and whether these rows exist. from: row 0 of the bias.
   template <class B>
   __device__ __forceinline__ void find_bias_rows(const B* from, const B* (&of_rows)[2], bool (&has_row)[2]) const {
 #pragma unroll
@@ -196,7 +197,7 @@ struct ShortScores {
       of_rows[half] = from + row * p.bias.row_stride;
       has_row[half] = row < p.seqlen_q;
     }
-    // The rows of one bias for each key are all there.
+    // A bias that is the same for all rows can be read for rows that do not exist, too.
     if (p.bias.row_stride == 0) has_row[0] = has_row[1] = true;
   }
   static __device__ __forceinline__ float read_bias(const float* at) { return __ldg(at); }
@@ -218,7 +219,7 @@ struct ShortScores {
   }
 };
 
-// The rows of a batch and a head, from row0 on.
+// Row row0 of a batch and a head.
 template <class Element>
 __device__ __forceinline__ const Element* rows_at(const void* base, const Strides3& s, int batch, int head, int row0) {
   return static_cast<const Element*>(base) + batch * s.batch + head * s.head + row0 * s.row;
@@ -231,8 +232,7 @@ __device__ __forceinline__ int64_t row_at(const Strides3& s, int batch, int head
   return batch * s.batch + head * s.head + row * s.row;
 }
 
-// Four words that each lane of a quad has, word i of lane t for lane i: lane i gets those of lanes 0 to 3, in this
-// order.
+// Transposes the words of a quad of lanes: lane i gets word i of lanes 0 to 3, in this order.
 __device__ __forceinline__ uint4 transpose_quad(const uint32_t (&words)[4], int lane) {
   const bool odd = lane & 1, upper = lane & 2;
   const auto exchange = [&](uint32_t even_word, uint32_t odd_word) {
@@ -245,9 +245,9 @@ __device__ __forceinline__ uint4 transpose_quad(const uint32_t (&words)[4], int 
   return upper ? make_uint4(got.x, got.y, kept.x, kept.y) : make_uint4(kept.x, kept.y, got.x, got.y);
 }
 
-// Writes 16 rows that a warp holds, rounded, straight from its registers, 16 bytes a lane: rows of `out` below `rows`,
-// columns from col0 on and below `cols`. Two fragments at a time, where their number is no multiple of four, go by 8
-// bytes.
+// Rounds the 16 rows that a warp holds and writes them from registers to global memory, 16 bytes a lane: the rows of
+// `out` below `rows`, and the columns from col0 on that are below `cols`. If there are only two fragments, a lane
+// writes 8 bytes.
 template <class Element, int NT>
 __device__ __forceinline__ void store_rows(Element* out, int64_t row_stride, const float (&acc)[1][NT][4], int col0,
                                            int rows, int cols, int lane) {
@@ -279,7 +279,7 @@ __device__ __forceinline__ void store_rows(Element* out, int64_t row_stride, con
   }
 }
 
-// Calls f(head dimension, level) of the kernel for a problem, as compile-time constants.
+// Calls f(head dimension, level) with those of the kernel that serves `p`, as compile-time constants.
 template <class F>
 cudaError_t with_short_shape(const ShortParams& p, Level level, F&& f) {
   const auto with_level = [&](auto head_dim) {

@@ -1,26 +1,26 @@
-// The backward over few keys, in one launch: a block sees all keys of a kv head, so that dq of a tile is complete at
-// once and dk and dv stay in registers. Nothing is added up in memory but the gradient of a shared bias.
+// The backward over few keys, in one launch: a thread block sees all keys of a kv head, so that dq of a tile is
+// complete at once, and dk and dv stay in registers. Only the gradient of a shared bias is added up in memory.
 //
-// Each warp has 16 rows and 64 keys of the scores, a half or a quarter of these keys at a time (a part); and then 16
-// keys of dk and dv, and rows of dq. Probabilities and their gradients go from one to the other through shared memory,
-// rounded.
+// A warp computes the scores of 16 rows and 64 keys, a half or a quarter of these keys (a part) at a time. After that
+// it computes dk and dv of 16 keys, and dq of 16 rows (where there are eight warps, half of their columns).
+// Probabilities and gradients of logits are passed on to this second step through shared memory, rounded to 16 bits.
 #pragma once
 
 #include "short_block.cuh"
 
 namespace dmattn {
 
-// kSingle: a kv head has one query head of one tile, so that dk and dv are complete after it.
+// kSingle: a kv head has one query head, whose rows fit one tile, so that dk and dv are complete after this tile.
 template <class Element_, int kHeadDim_, int kBlockN_, Level kLevel, bool kSingle_>
 struct ShortBwdTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_, kBlockM = kShortRows, kBlockN = kBlockN_;
   static constexpr bool kGeneral = is_general(kLevel), kSingle = kSingle_;
-  // The bias in shared memory, and the sums of its gradient in registers.
+  // The bias is kept in shared memory, and the sums of its gradient in registers.
   static constexpr bool kKeepsBias = kLevel == Level::kFull;
   static_assert(!kKeepsBias || kSingle);
   static constexpr int kWarpsN = kBlockN / 64, kWarps = 4 * kWarpsN, kThreads = 32 * kWarps;
-  // Fragments of a warp: a part of its scores, dk and dv, dq.
+  // NT, NTkv, NTq: the fragments that a warp has of a part of its scores, of dk and of dv, and of dq.
   static constexpr int kParts = kSingle || kGeneral || kHeadDim < 64 ? 2 : 4, NT = 8 / kParts, NTkv = kHeadDim / 8,
                        NTq = kHeadDim / (8 * kWarpsN);
   static constexpr int kMinBlocks = short_bwd_blocks_per_sm(kHeadDim, kBlockN, kLevel);
@@ -40,8 +40,8 @@ struct ShortBwdTraits {
   static_assert(kSmemBytes <= static_cast<uint32_t>(smem_limit(TileSet::kNarrow)));
 };
 
-// Of a row: its log-sum-exp (+inf where it keeps nothing, so that its probabilities are 0), what rounding dropped from
-// that, and rowsum(out * dout) - dlse.
+// For a row: its log-sum-exp (+inf where it keeps no key, so that its probabilities are 0), what rounding dropped
+// from the log-sum-exp, and rowsum(out * dout) - dlse.
 struct alignas(16) ShortRowStats {
   float lse, rest, delta;
 };
@@ -54,10 +54,10 @@ struct ShortBwdBlock {
   using Kept = typename Scores::Kept;
   using Fragments = float[1][NT][4];
   using AccKV = float[1][T::NTkv][4];
-  // kFull: the sums of the gradient of the bias.
+  // kFull: the thread's sums of the gradient of the bias.
   using DbiasSums = float[T::kParts][NT][4];
-  // The loop over parts is unrolled, so that these sums stay in registers. Without them, where a bias and a mask make
-  // the code of a part long, it is not.
+  // The loop over parts is unrolled so that these sums stay in registers. At kGeneral, where there are no such sums,
+  // it is not, as a bias and a mask make the code of a part long.
   static constexpr int kUnrolledParts = T::kGeneral && !T::kKeepsBias ? 1 : T::kParts;
 
   const ShortBwdParams& p;
@@ -66,7 +66,7 @@ struct ShortBwdBlock {
   int thread, warp, lane;
   int head_k, slice;
 
-  // A tile: a block of rows of a query head.
+  // The current tile: a block of rows of a query head.
   int batch, head, row0;
 
   __device__ __forceinline__ ShortBwdBlock(const ShortBwdParams& params, char* smem_)
@@ -82,14 +82,14 @@ struct ShortBwdBlock {
     warp = thread / 32;
     lane = thread & 31;
   }
-  // Of the scores: the warp's rows in the tile, and the first key of a part.
+  // Where the warp's scores are: their first row in the tile, and the first key of a part.
   __device__ __forceinline__ int warp_row() const { return warp % 4 * 16; }
   __device__ __forceinline__ int key_of(int part) const { return warp / 4 * 64 + part * 8 * NT; }
   __device__ __forceinline__ Scores scores(int part) const {
     return {p, FragmentMap(warp_row(), key_of(part), lane), row0};
   }
   __device__ __forceinline__ ShortRowStats* stats() const { return reinterpret_cast<ShortRowStats*>(smem + T::kStats); }
-  // kFull: each thread has places of its own.
+  // kFull: the bias of the thread's own scores, which no other thread reads.
   __device__ __forceinline__ float4& kept_bias(int part, int nt) const {
     return reinterpret_cast<float4*>(smem + T::kBias)[(part * NT + nt) * T::kThreads + thread];
   }
@@ -112,8 +112,8 @@ struct ShortBwdBlock {
                                               p.seqlen_q - row0, p.head_dim, true, thread, RowIdentity{});
   }
 
-  // The rows of `out` whose statistics a warp finds: kChunks lanes each. They are on their way while the copies to
-  // shared memory are. Beside 64 keys they are the warp's own rows of the scores.
+  // The rows of `out` whose statistics a warp computes, each loaded by kChunks lanes. These loads are in flight at the
+  // same time as the copies to shared memory. With four warps (64 keys) they are the rows of the warp's own scores.
   static constexpr int kChunks = kHeadDim / 8, kRowsPerPass = 32 / kChunks, kRowsPerWarp = kBlockM / T::kWarps,
                        kPasses = kRowsPerWarp / kRowsPerPass;
   static_assert(kPasses >= 1);
@@ -187,7 +187,7 @@ struct ShortBwdBlock {
     if (own.has_limits(kBlockN)) own.apply_limits(s);
   }
 
-  // s: logits (plain: raw products) -> probabilities. dp -> gradients of the logits.
+  // s: logits (kPlain: raw products) become probabilities. dp becomes the gradients of the logits.
   __device__ __forceinline__ void differentiate(Fragments& s, Fragments& dp) const {
     const float scale_log2 = p.softmax_scale * kLog2e;
 #pragma unroll
@@ -198,7 +198,7 @@ struct ShortBwdBlock {
       for (int nt = 0; nt < NT; ++nt)
 #pragma unroll
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
-          // Logits with a bias may be huge: the difference is taken first.
+          // Logits with a bias may be huge, so the log-sum-exp is subtracted before the multiplication.
           s[0][nt][e] = T::kGeneral ? exp2_approx(__fmaf_rn(s[0][nt][e] - row.lse, kLog2e, -rest_log2))
                                     : exp2_approx(__fmaf_rn(s[0][nt][e], scale_log2, -lse_log2));
           dp[0][nt][e] = s[0][nt][e] * (dp[0][nt][e] - row.delta);
@@ -206,7 +206,7 @@ struct ShortBwdBlock {
     }
   }
 
-  // P and dS of a part of the warp's scores.
+  // Computes P and dS of a part of the warp's scores, and stores them in shared memory.
   __device__ __forceinline__ void differentiate_part(int part, const Kept& kept, DbiasSums& dbias) const {
     Fragments s, dp;
     clear(s);
@@ -229,7 +229,7 @@ struct ShortBwdBlock {
 #pragma unroll
       for (int e = 0; e < 4; ++e) acc[0][nt][e] *= p.softmax_scale;
   }
-  // acc += X^T Y: X is P or dS, Y are the tile's rows of dO or Q.
+  // acc += X^T Y, where X is P or dS, and Y the tile's rows of dO or Q.
   __device__ __forceinline__ void add_keys(AccKV& acc, uint32_t x, uint32_t y) const {
     gemm_ss<Element, kBlockM / 16>(acc, Operand<kBlockN, true, true>(smem_base + x, warp * 16, lane),
                                    Operand<kHeadDim, false, true>(smem_base + y, 0, lane));
@@ -252,7 +252,7 @@ struct ShortBwdBlock {
                p.head_dim, lane);
   }
 
-  // Not by an index where the parts share their code: that would put `kept` into memory.
+  // Element `part` of `kept`. If the loop over parts is not unrolled, an index would put `kept` into local memory.
   static __device__ __forceinline__ Kept part_of(const Kept (&kept)[T::kParts], int part) {
     if constexpr (T::kParts == 2) return Scores::choose(part == 0, kept[0], kept[1]);
     return kept[part];
@@ -268,7 +268,8 @@ struct ShortBwdBlock {
     }
   }
 
-  // The tile, whose Q, dO (and K, V) are on their way. Adds to dk and dv, which is_last completes.
+  // Computes the tile, whose copies of Q and dO (of the first tile also K and V) are in flight. Adds to dk and dv,
+  // and stores them if the tile is the last one.
   __device__ __forceinline__ void attend(bool is_first, bool is_last, AccKV& dk, AccKV& dv, DbiasSums& dbias) const {
     OutRows out;
     load_out(out);
@@ -290,7 +291,7 @@ struct ShortBwdBlock {
     }
 #pragma unroll kUnrolledParts
     for (int part = 0; part < T::kParts; ++part) differentiate_part(part, part_of(kept, part), dbias);
-    __syncthreads();  // P and dS are there
+    __syncthreads();  // P and dS are complete
     add_keys(dv, T::kP, T::kdO);
     if (is_last) store_keys(p.dv, p.dv_stride, dv);
     add_keys(dk, T::kdS, T::kQ);

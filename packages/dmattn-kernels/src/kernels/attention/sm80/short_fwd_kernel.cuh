@@ -51,7 +51,7 @@ struct ShortFwdBlock {
     lane = thread & 31;
   }
   __device__ __forceinline__ Scores scores() const { return {p, FragmentMap(warp * 16, 0, lane), row0}; }
-  // kFull: each thread has places of its own.
+  // kFull: the bias of the thread's own scores, which no other thread reads.
   __device__ __forceinline__ float4& kept_bias(int nt) const {
     return reinterpret_cast<float4*>(smem + T::kBias)[nt * T::kThreads + thread];
   }

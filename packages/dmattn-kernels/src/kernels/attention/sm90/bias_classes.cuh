@@ -1,6 +1,6 @@
-// Tiles of a bias whose rows start on any two bytes (bias_classes.h), copied by TMA: of eight consecutive rows each is
-// of another class, so that a tile comes as eight boxes, each with every eighth row. A row of a box begins up to seven
-// numbers before the tile does, and ends as many too early.
+// Copies tiles of a bias whose rows start on any two bytes (bias_classes.h) by TMA. Eight consecutive rows are in
+// eight classes, so a tile comes as eight boxes, each with every eighth row of the tile. A row of a box begins up to
+// seven numbers before the first key of the tile, and ends as many numbers before its last key.
 #pragma once
 
 #include "../shared/smem.cuh"
@@ -10,10 +10,11 @@
 
 namespace dmattn::sm90 {
 
-// Where the numbers of a ring of tiles lie. Boxes have 128 bytes a row, swizzled as in other tiles: which 16 bytes of
-// the 128 are exchanged follows from the address. Consumers read eight consecutive rows at a time, one of each box.
-// Their addresses are a column's bytes apart, 128 more than a multiple of 1024, so that the swizzle differs in each and
-// they do not meet on the banks. A column has the boxes of all stages.
+// The layout of a ring of tiles in shared memory. Boxes have rows of 128 bytes, swizzled as in other tiles: the
+// address of a row decides which 16 bytes of it are exchanged. Consumers read eight consecutive rows of a tile at a
+// time, one from each of its eight boxes. Boxes with the same rows modulo 8 form a column, which has all stages and
+// panels. Columns begin a multiple of 1024 plus 128 bytes apart, so that the eight rows are swizzled in eight ways
+// and hardly any of their reads share a bank.
 template <int kRows, int kKeys, int kStages>
 struct BiasBoxes {
   static constexpr int kBoxRows = kRows / kRowClasses, kBoxBytes = kBoxRows * 128;
@@ -22,35 +23,37 @@ struct BiasBoxes {
   static constexpr int kBytes = kRowClasses * kColumnBytes - 128;
   static_assert(kBoxBytes % 1024 == 0 && kKeys % 64 == 0);
 
-  // Where the box of a tile's rows `row`, `row` + 8 and so on begins, and of 64 keys.
+  // Offset in the ring of the box that has the rows `row`, `row` + 8 and so on of a tile (row < 8) and the 64 keys of
+  // a panel.
   static __device__ __forceinline__ uint32_t box(int stage, uint32_t row, int panel) {
     return row * kColumnBytes + (stage * kPanels + panel) * kBoxBytes;
   }
-  // The shared address of a row of the first stage and panel, on 128 bytes, and in its last bits where the swizzle puts
-  // the first of its 16 bytes. `ring`: on 128 bytes.
+  // The shared address at which the swizzle puts the first 16 bytes of a row, in the first stage and panel. `ring` is
+  // a multiple of 128.
   static __device__ __forceinline__ uint32_t first_chunk(uint32_t ring, uint32_t row) {
     const uint32_t begin = ring + box(0, row % kRowClasses, 0) + row / kRowClasses * 128;
     return begin + (begin / 128 % 8 << 4);
   }
 };
 
-// What a consumer's thread takes of a tile: of two rows, eight apart and so of one class, in each fragment of eight
-// keys the numbers 2 * (lane % 4) and the one behind it. They are `shift` columns later in the box: half of a word and
-// half of the next one, or a word.
+// What a consumer's thread reads of a tile. It has two rows, which are eight apart and therefore in one class. In
+// each fragment of eight keys it needs a pair of numbers, of key 2 * (lane % 4) and of the next one. In the box the
+// pair is `shift` columns further on: it is one word, or half of a word and half of the next one.
 template <class Boxes>
 struct ShiftedPairs {
   static_assert(Boxes::kPanels == 2);
   static constexpr int kFragments = 16;
 
-  uint32_t
-      words[2];      // of each row in the first stage, where the swizzle puts the first 16 bytes, and in these the word
-  uint32_t to_next;  // and what makes it the next word, by exclusive or
-  uint32_t begin_chunk;   // 16 where the word is in the 16 bytes behind those of the fragment
-  uint32_t next_chunk;    // likewise the next word
-  uint32_t shifted_bits;  // by which the pair begins behind the word: 0 or 16
-  const uint16_t* last;   // in memory, the pair of the first row in the last fragment of the tile of key 0
+  // For each row, in the first stage: the address of the word in which the pair of fragment 0 begins, as if that word
+  // were in the first 16 bytes of the row. The place of other 16 bytes is found by exclusive or.
+  uint32_t words[2];
+  uint32_t to_next;       // by exclusive or, turns the address of that word into the address of the next word
+  uint32_t begin_chunk;   // 16 if that word is in the 16 bytes behind those of its fragment, otherwise 0
+  uint32_t next_chunk;    // the same for the next word
+  uint32_t shifted_bits;  // where the pair begins in the word: 0 or 16
+  const uint16_t* last;   // in global memory: the first row's pair in the last fragment of the tile of key 0
 
-  // row: in the tile; number: of the row that key 0 begins at `keys`; column: of the pair in a fragment.
+  // row: in the tile. column: of the pair in a fragment. keys: where key 0 of the first row lies in global memory.
   __device__ __forceinline__ ShiftedPairs(uint32_t ring, uint32_t row, uint32_t column, uint32_t shift,
                                           const uint16_t* keys) {
     const uint32_t word = (column + shift) / 2, next = word + 1;
@@ -65,12 +68,12 @@ struct ShiftedPairs {
     last = keys + (kFragments - 1) * 8 + column;
   }
 
-  // Those of fragment `i` of each panel: first row, second row of the first panel, and of the second. Those of the last
-  // fragment are not all in the box, and left out: see read_last().
+  // Reads the pairs of fragment `i` of each panel: first row and second row of the first panel, then of the second
+  // one. The pairs of the tile's last fragment are left out, as the box may not have all of them: see read_last().
   __device__ __forceinline__ void read(uint32_t (&pairs)[4], int i, int stage) const {
     const bool is_last = i == kFragments / 2 - 1;
     uint32_t at[2] = {begin_chunk + i * 16, next_chunk + i * 16}, panel[2] = {0, 0};
-    if (is_last) {  // the 16 bytes behind may be those of the second panel
+    if (is_last) {  // the next 16 bytes may be in the second panel
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         panel[j] = at[j] / 128 * Boxes::kBoxBytes;
@@ -89,8 +92,8 @@ struct ShiftedPairs {
     }
   }
 
-  // Of the last fragment of the tile that begins at `key`, from memory: `rows` and `keys` from the pair on exist, of
-  // others come zeros. Only asked for; pack_last() waits.
+  // Loads the pairs of the last fragment of the tile that begins at `key` from global memory. rows, keys: how many
+  // exist from the pair on; other numbers become zeros. Nothing waits for the loads before pack_last().
   __device__ __forceinline__ void read_last(uint32_t (&numbers)[2][2], int key, int64_t row_stride, int rows,
                                             int keys) const {
 #pragma unroll
@@ -103,7 +106,8 @@ struct ShiftedPairs {
   static __device__ __forceinline__ uint32_t pack_last(const uint32_t (&two)[2]) { return two[0] | two[1] << 16; }
 };
 
-// What the kernels with such a bias have in shared memory, as GeneralShared. There is no room for an alignment of 1024.
+// Shared memory of the kernels with such a bias, instead of GeneralShared. There is no room to align the ring to 1024
+// bytes.
 template <int kBlockM, int kBlockN, int kStages>
 struct BoxedBiasShared {
   using Boxes = BiasBoxes<kBlockM, kBlockN, /*kStages=*/2>;
@@ -112,10 +116,11 @@ struct BoxedBiasShared {
   alignas(128) char bias[Boxes::kBytes];
   Barrier bias_full[2], bias_empty[2];
   BiasRequests<2> bias_requests;
-  int32_t tile[kStages];  // the keys in a stage of K: see KeyTile
+  int32_t tile[kStages];  // which keys are in a stage of K: see KeyTile
 };
 
-// A thread for each panel: copies what the producer asks for. Both are arrivals of the stage's barrier.
+// Copies what the producer asks for. One thread for each panel runs this; a stage is full when all of them have
+// arrived and their copies are there.
 template <class Shared>
 __device__ __forceinline__ void copy_bias_boxes(const BiasClasses& classes, Shared& s, int panel) {
   using Boxes = typename Shared::Boxes;

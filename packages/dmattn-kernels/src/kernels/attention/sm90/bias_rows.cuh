@@ -1,9 +1,10 @@
-// Tiles of a dense bias whose rows do not start on 16 bytes, copied by the producer's three idle warps as TMA copies
-// the others: panels of 128 bytes a row, swizzled. Consumers see no difference.
+// Tiles of a dense bias whose rows do not start on 16 bytes, copied by the three idle warps of the producer's
+// warpgroup. They write panels of 128 bytes a row, swizzled, as TMA would, so that consumers read both in the same
+// way.
 //
-// Copies are of four bytes, as many as asynchronous ones can be at any multiple of four: what is on its way takes no
-// registers, of which these warps have few. A row of 16-bit numbers may start in the middle of four bytes. It is copied
-// from two bytes before, and moved when it is there.
+// Copies are asynchronous: what is in flight takes no registers, of which these warps have few. They are of four
+// bytes, since larger ones cannot start at every multiple of four bytes. A row of 16-bit numbers that starts in the
+// middle of four bytes is copied from two bytes before its start, and moved when it has arrived.
 #pragma once
 
 #include "../shared/smem.cuh"
@@ -14,10 +15,10 @@ namespace dmattn::sm90 {
 
 constexpr int kBiasWarps = 3;
 
-// What the producer asks these warps for: the tile that begins at a row and a key. The ring is that of the bias; a
-// request may be overwritten once the tile has been used.
+// What the producer asks these warps for: the tile that begins at a row and a key. There is a request for each stage
+// of the bias; it may be overwritten once the tile has been used.
 struct BiasRequest {
-  int32_t row, key, head, batch;  // row < 0: there are no more
+  int32_t row, key, head, batch;  // row < 0: there are no more tiles
 };
 template <int kStages>
 struct BiasRequests {
@@ -27,14 +28,14 @@ struct BiasRequests {
   __device__ __forceinline__ void init() {
     for (int i = 0; i < kStages; ++i) asked[i].init(1);
   }
-  // One thread. The stage is empty.
+  // Called by one thread, when the stage is empty.
   __device__ __forceinline__ void ask(int stage, const BiasRequest& wanted) {
     request[stage] = wanted;
     asked[stage].arrive();
   }
 };
 
-// Copies four bytes, of which `valid` exist; the others become zeros. 0: nothing is read.
+// Copies four bytes, of which the first `valid` exist; the others become zeros. If valid is 0, nothing is read.
 __device__ __forceinline__ void copy_word_async(uint32_t to, const void* from, int valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid) : "memory");
 }
@@ -42,19 +43,19 @@ __device__ __forceinline__ void copy_word_async(uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
-// One of the warps, which has every third four rows of a tile; a lane has a word of each panel. kBatch: rows that are
-// moved at a time, as registers allow.
+// One of the three warps. It copies every third group of four rows of a tile; a lane copies one word of each panel.
+// kBatch: how many rows are moved at a time, limited by registers.
 template <int kRows, int kRowBytes, int kStages, int kBatch>
 struct BiasRowLoader {
   static constexpr int kPanels = kRowBytes / 128, kPanelBytes = kRows * 128, kTileBytes = kRows * kRowBytes;
   static constexpr int kFours = kRows / 4;
-  // Rows of a warp, at most, and how many of them a lane keeps the last number of.
+  // How many rows of a tile a warp has at most, and for how many of them a lane keeps the last number.
   static constexpr int kOwnRows = (kFours + kBiasWarps - 1) / kBiasWarps * 4, kLast = (kOwnRows + 31) / 32;
   static_assert(kRows % 8 == 0 && kRowBytes % 128 == 0 && kLast <= 2 && kBatch % 2 == 0);
 
   const BiasRows& p;
   BiasRequests<kStages>& requests;
-  Barrier* full;   // of which each warp is an arrival
+  Barrier* full;   // one for each stage; each warp is one of the arrivals
   uint32_t tiles;  // shared address of the first stage
   const int part, lane;
 
@@ -73,7 +74,7 @@ struct BiasRowLoader {
   __device__ __forceinline__ void load(uint32_t tile, const BiasRequest& wanted) const {
     const char* const first = p.data + wanted.batch * p.batch_stride + wanted.head * p.head_stride +
                               wanted.row * p.row_stride + static_cast<int64_t>(wanted.key) * p.key_bytes;
-    const int rows = p.rows - wanted.row, bytes = (p.keys - wanted.key) * p.key_bytes;  // what exists from there on
+    const int rows = p.rows - wanted.row, bytes = (p.keys - wanted.key) * p.key_bytes;  // that exist from there on
     if (rows >= kRows && bytes >= kRowBytes) {
       copy<true>(tile, first, rows, bytes);
     } else {
@@ -91,7 +92,7 @@ struct BiasRowLoader {
   }
 
  private:
-  // The lane's word of a row, in the first panel.
+  // The address of the lane's word of a row, in the first panel.
   __device__ __forceinline__ uint32_t word_of(uint32_t tile, uint32_t row) const {
     return tile + row * 128 + ((lane / 4 ^ row % 8) << 4) + lane % 4 * 4;
   }
@@ -106,7 +107,8 @@ struct BiasRowLoader {
         const uintptr_t begin = reinterpret_cast<uintptr_t>(from) & ~uintptr_t{3};
         const char* const word = reinterpret_cast<const char*>(begin) + 4 * lane;
         const uint32_t to = word_of(tile, row + j);
-        // From `word` on. Nothing before the first number's four bytes is read, and nothing behind the last number.
+        // How many bytes exist from `word` on. Nothing is read before the four bytes of the row's first number, nor
+        // behind its last number.
         const int valid = row + j < rows ? bytes + static_cast<int>(from - word) : 0;
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
@@ -120,8 +122,8 @@ struct BiasRowLoader {
     }
   }
 
-  // The last numbers of the rows, which have no room while the one before the first is there: of the warp's rows `lane`
-  // and `lane` + 32, 16 bits each.
+  // Loads the last number of each row of the tile. In a row that was copied from two bytes before its start, there
+  // was no room for it. A lane returns those of the warp's rows `lane` and `lane` + 32, 16 bits each.
   __device__ __forceinline__ uint32_t read_last(const char* first, int rows, int bytes) const {
     uint32_t last = 0;
 #pragma unroll
@@ -135,10 +137,10 @@ struct BiasRowLoader {
     return last;
   }
 
-  // Of every four rows the j-th and the second behind it begin with their second number: each word takes half of the
-  // next. A lane reads and writes its own words only.
+  // Corrects the rows j and j + 2 of every four rows, which were copied from two bytes before their start: each word
+  // becomes its upper half and the lower half of the next word. A lane reads and writes only its own words.
   __device__ __forceinline__ void move_rows(uint32_t tile, int j, uint32_t last) const {
-    constexpr int kPasses = kBatch / 2;  // fours at a time
+    constexpr int kPasses = kBatch / 2;  // groups of four rows at a time
 #pragma unroll 1
     for (int pass = 0; pass < kOwnRows / 4; pass += kPasses) {
       uint32_t words[kBatch][kPanels];
@@ -160,7 +162,7 @@ struct BiasRowLoader {
           const uint32_t next = __shfl_sync(0xffffffffu, words[i][panel], (lane + 1) % 32);
           const uint32_t moved = __byte_perm(words[i][panel], lane == 31 ? behind : next, 0x5432);
           if (four < kFours) st_shared(word_of(tile, 4 * four + j + i % 2 * 2) + panel * kPanelBytes, moved);
-          behind = next;  // of lane 31: the first word of this panel
+          behind = next;  // for lane 31 of the panel before: the first word of this panel
         }
       }
     }

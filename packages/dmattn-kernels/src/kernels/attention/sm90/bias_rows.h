@@ -1,4 +1,5 @@
-// A dense bias whose rows do not start on 16 bytes, and its gradient: TMA takes neither, and threads copy them.
+// A dense bias that threads read, or whose gradient they write, in most cases since its rows do not start on 16 bytes
+// as TMA requires.
 #pragma once
 
 #include <cstdint>
@@ -7,20 +8,20 @@
 
 namespace dmattn::sm90 {
 
-// Where threads find the bias of each row and key. Keys lie next to each other.
+// Where threads read the bias of each row and key. The keys of a row are contiguous.
 struct BiasRows {
-  const char* data;                               // nullptr: TMA copies the tiles
+  const char* data;                               // nullptr: TMA copies the tiles, or there is no dense bias
   int64_t batch_stride, head_stride, row_stride;  // in bytes
   int32_t rows, keys, key_bytes;
 
   __host__ __device__ bool exist() const { return data != nullptr; }
 };
 
-// Where threads of the backward write the gradient of the bias, or add to it. Keys lie next to each other.
+// Where threads of the backward write the gradient of the bias, or add to it. The keys of a row are contiguous.
 struct DbiasRows {
-  void* data;                                     // nullptr: it leaves otherwise
+  void* data;  // nullptr: the gradient goes elsewhere (BwdArguments), or is not asked for
   int64_t batch_stride, head_stride, row_stride;  // in elements
-  bool is_sum;                                    // in fp32: entries are added to
+  bool is_sum;                                    // data has sums in fp32, which are added to
 
   __host__ __device__ bool exist() const { return data != nullptr; }
 };
@@ -30,7 +31,7 @@ inline bool has_tma_rows(const void* data, const Strides3& stride, int64_t eleme
   return ((reinterpret_cast<uintptr_t>(data) | (stride.batch | stride.head | stride.row) * element_bytes) & 15) == 0;
 }
 
-// Of a bias that TMA does not take.
+// The rows of a bias for each row and key, for threads that read them.
 inline BiasRows bias_rows_of(const BiasParams& bias, int32_t seqlen_q, int32_t seqlen_k) {
   const int32_t bytes = bias.dtype == Dtype::kFloat32 ? 4 : 2;
   return {static_cast<const char*>(bias.ptr),

@@ -1,7 +1,8 @@
-// Tiles of a dense 16-bit bias whose rows do not start on 16 bytes, brought by the producer's three idle warps to where
-// TMA would have put them. As in bias_rows.cuh, but copied 16 bytes a lane, at multiples of 16 bytes. Rows begin up to
-// seven numbers later, so that each lane puts its eight numbers together from two chunks of 16 bytes once they are
-// there. This takes 8 KB of shared memory, which the forward does not have.
+// Copies tiles of a dense 16-bit bias whose rows do not start on 16 bytes to where TMA would have put them, by the
+// three idle warps of the producer's warpgroup. Unlike in bias_rows.cuh a lane copies 16 bytes at a time, from
+// multiples of 16 bytes. A row begins up to seven numbers behind such a multiple, so that each lane puts its eight
+// numbers together from two chunks of 16 bytes once they have arrived. This takes 8 KB of shared memory, which the
+// forward does not have.
 #pragma once
 
 #include "bwd_bias.cuh"
@@ -17,8 +18,8 @@ __device__ __forceinline__ void copy_chunk_async(uint32_t to, uintptr_t from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-// The same where memory may end behind the bytes that exist: number by number, as compute-sanitizer counts the whole
-// chunk.
+// The same where memory may end behind the valid bytes. They are read number by number, as compute-sanitizer takes a
+// copy to read all 16 bytes.
 __device__ __forceinline__ void copy_chunk_end(uint32_t to, uintptr_t from, int valid) {
   const auto number = [&](int i) -> uint32_t {
     return 2 * i < valid ? __ldg(reinterpret_cast<const uint16_t*>(from) + i) : uint16_t{0};
@@ -29,7 +30,7 @@ __device__ __forceinline__ void copy_chunk_end(uint32_t to, uintptr_t from, int 
   st_shared(to, make_uint4(words[0], words[1], words[2], words[3]));
 }
 
-// Of two chunks of eight numbers, one behind the other, the eight that begin with number `shift`, 0 to 7.
+// The eight numbers from number `shift` (0 to 7) on, of two chunks of eight that follow each other.
 __device__ __forceinline__ uint4 eight_from(const uint4& chunk, const uint4& behind, uint32_t shift) {
   const uint32_t words[8] = {chunk.x, chunk.y, chunk.z, chunk.w, behind.x, behind.y, behind.z, behind.w};
   uint32_t from_two[6], from_one[5];  // from word `shift` / 4 * 2, and from word `shift` / 2
@@ -42,8 +43,8 @@ __device__ __forceinline__ uint4 eight_from(const uint4& chunk, const uint4& beh
                     __funnelshift_r(from_one[2], from_one[3], bits), __funnelshift_r(from_one[3], from_one[4], bits));
 }
 
-// One of the warps, which has every third eight rows of a tile, two at a time: sixteen lanes have the 128 keys of a
-// row, a chunk of eight each.
+// One of the three warps. It has every third group of eight rows of a tile, and copies two rows at a time: sixteen
+// lanes have the 128 keys of a row, a chunk of eight each.
 template <class T>
 struct BwdBiasLoader {
   static constexpr int kRows = T::kBlockM, kPanelBytes = T::kPanel * 2, kTileBytes = T::kTiledS * 2;
@@ -73,34 +74,37 @@ struct BwdBiasLoader {
 
  private:
   __device__ __forceinline__ uint32_t own_chunk() const { return lane % kChunks; }
-  // Of its first eight rows the lane's first one.
+  // The lane's first row, which is in the warp's first group of eight.
   __device__ __forceinline__ uint32_t first_row() const { return 8 * part + lane / kChunks; }
-  // Where a chunk of the first row lies. What comes behind the last chunk of a row is in a panel of its own.
+  // Where a chunk of the lane's first row is in shared memory. The chunk behind the last one of a row is in a separate
+  // panel, bias_tails.
   __device__ __forceinline__ uint32_t place_of(uint32_t tile, uint32_t chunk) const {
     const uint32_t in_eight = lane / kChunks, panel = tile + chunk / 8 * kPanelBytes;
     return (chunk == kTailChunk ? smem_u32(s.bias_tails) : panel) + part * kEightBytes + in_eight * kPanelRowBytes +
            ((chunk % 8 ^ in_eight) << 4);
   }
-  // Of the same eight rows the j-th that the lane has.
+  // The same place in the j-th of the lane's four rows in a group of eight.
   static __device__ __forceinline__ uint32_t in_row(uint32_t place, int j) {
     return (place ^ j << 5) + j * (2 * kPanelRowBytes);
   }
 
-  // Where the numbers of a tile begin in the lane's first row.
+  // Where the tile's numbers of the lane's first row begin in global memory.
   __device__ __forceinline__ uintptr_t bias_of(const BiasRequest& wanted) const {
     const BiasRows& rows = p.bias_rows;
     return reinterpret_cast<uintptr_t>(rows.data) + wanted.batch * rows.batch_stride + wanted.head * rows.head_stride +
            (wanted.row + static_cast<int64_t>(first_row())) * rows.row_stride + static_cast<int64_t>(wanted.key) * 2;
   }
   __device__ __forceinline__ void copy_bias(uint32_t tile, const BiasRequest& wanted) const {
-    const int rows = p.bias_rows.rows - wanted.row, bytes = (p.bias_rows.keys - wanted.key) * 2;  // from there on
+    // What exists from the tile's first row and key on.
+    const int rows = p.bias_rows.rows - wanted.row, bytes = (p.bias_rows.keys - wanted.key) * 2;
     if (rows >= kRows && bytes >= (kChunks + 1) * 16) {
       copy_chunks<true>(tile, bias_of(wanted), rows, bytes);
     } else {
       copy_chunks<false>(tile, bias_of(wanted), rows, bytes);
     }
   }
-  // A chunk of which `left` bytes exist, if any.
+  // Copies a chunk of which `left` bytes exist; none if that is negative. is_end: the chunk is in the tensor's last
+  // row.
   static __device__ __forceinline__ void copy_some(uint32_t to, uintptr_t from, int left, bool is_end) {
     if (is_end && left > 0 && left < 16) {
       copy_chunk_end(to, from, left);
@@ -108,8 +112,9 @@ struct BwdBiasLoader {
       copy_chunk_async(to, from, min(max(left, 0), 16));
     }
   }
-  // The 17 chunks in which the 128 numbers of a row are. In front of the tensor's first number up to 14 bytes are read,
-  // of the same 16, and not used; nothing behind its last one is read.
+  // Copies the 17 chunks that contain the 128 numbers of a row. In front of the tensor's first number up to 14 bytes
+  // of the same chunk are read and not used; nothing behind its last number is read. kIsWhole: all rows and chunks
+  // exist.
   template <bool kIsWhole>
   __device__ __forceinline__ void copy_chunks(uint32_t tile, uintptr_t from, int rows, int bytes) const {
     const int64_t stride = p.bias_rows.row_stride;
@@ -148,7 +153,7 @@ struct BwdBiasLoader {
 #pragma unroll
       for (int j = 0; j < 4; ++j, from += 2 * stride) {
         const uint4 chunk = ld_shared_v4(in_row(own, j)), behind = ld_shared_v4(in_row(next, j));
-        __syncwarp();  // the lane before has read the chunk, too
+        __syncwarp();  // the lane before this one has read the chunk, too
         st_shared(in_row(own, j), eight_from(chunk, behind, from % 16 / 2));
       }
       from += 8 * (kBiasWarps - 1) * stride;

@@ -1,5 +1,5 @@
-// What a consumer of the Hopper backward knows and how it takes and gives back buffers. What it computes is in
-// bwd_kernel.cuh, what becomes of its results in bwd_results.cuh.
+// The state of a consumer of the Hopper backward, and how it waits for buffers and releases them. What it computes is
+// in bwd_kernel.cuh, how its results leave in bwd_results.cuh.
 #pragma once
 
 #include "../shared/element.cuh"
@@ -16,7 +16,7 @@ __device__ __forceinline__ auto fragments(Accumulator& acc) -> float (&)[kFragme
   return *reinterpret_cast<float (*)[kFragments][4]>(acc.data());
 }
 
-// Rounded, as the first operand of the next product: the registers in the same order, 16 rows at a time.
+// Rounds an accumulator into the first operand of the next product, whose registers have the same order.
 template <class Element, class Operand, int kFragments>
 __device__ __forceinline__ void to_operand(Operand& operand, const float (&from)[kFragments][4]) {
   auto packed = cute::recast<uint32_t>(operand);
@@ -27,8 +27,8 @@ __device__ __forceinline__ void to_operand(Operand& operand, const float (&from)
   }
 }
 
-// Other registers for the same words: an addition of `zero`, which the compiler does not know to be 0, or it would take
-// one set of registers for both.
+// Copies words to other registers. The xor with `zero`, which is 0 but unknown to the compiler, keeps it from using
+// the same registers for both.
 template <class Operand>
 __device__ __forceinline__ void move(Operand& to, const Operand& from, uint32_t zero) {
   auto to_words = cute::recast<uint32_t>(to);
@@ -44,18 +44,18 @@ struct BwdConsumerState {
   using Element = typename T::Element;
   using Dq = typename T::Dq;
   static constexpr int kFragmentsM = T::kBlockM / 8, kFragmentsD = T::kHeadDim / 8;
-  // Names of barriers for some of the block's threads; 0 is __syncthreads().
+  // Numbers of named barriers, which only some of the block's threads use. 0 is __syncthreads().
   static constexpr int kdSBarrier = 1, kOwnBarrier = 2;
-  // Of 64 keys and kBlockM rows: of fragment i, a thread has the keys 16 * warp + lane / 4 (registers 0 and 1) and 8
-  // more (2 and 3), and the rows 8 * i + lane % 4 * 2 (registers 0 and 2) and the next one (1 and 3).
+  // 64 keys and kBlockM rows. Of fragment i a thread has two keys, 16 * warp + lane / 4 (registers 0 and 1) and 8
+  // further on (2 and 3), and two rows, 8 * i + lane % 4 * 2 (registers 0 and 2) and the next one (1 and 3).
   using Scores = float[kFragmentsM][4];
 
   const BwdArguments& p;
   typename T::Shared& s;
   const int consumer, thread, warp, lane;  // thread, warp: in the warpgroup
-  float key_bias[2];                       // kKeyBias, consecutive keys: of the thread's two keys of the item
-  HiddenKeys hidden;                       // kWideBias: of the item
-  RingPlace<T::kStagesQ> q_next;           // of the rows whose scores are started next
+  float key_bias[2];                       // kKeyBias, consecutive keys: the bias of the thread's two keys
+  HiddenKeys hidden;                       // kWideBias: the keys that a mask hides
+  RingPlace<T::kStagesQ> q_next;           // the stage of Q whose scores are started next
   RingPlace<T::kStagesdO> dout_place;
   RingPlace<2> item_place, facts_place;
   RingPlace<T::kStagesOut> out_place;
@@ -84,13 +84,13 @@ struct BwdConsumerState {
     if constexpr (!T::kPacked) finish_item();
     return item;
   }
-  // What is announced of it may be overwritten.
+  // Lets the producer overwrite what it has announced of the item.
   __device__ __forceinline__ void finish_item() {
     if constexpr (T::kPacked) __syncwarp();
     if (lane == 0) s.item_empty[item_place.stage].arrive();
     item_place.advance();
   }
-  // Of the item, where they are announced with it.
+  // The lengths of the item's packed sequence, or of all rows and keys.
   __device__ __forceinline__ decltype(auto) lengths() const {
     if constexpr (T::kPacked) {
       const typename T::Announced& own = s.item[item_place.stage];
@@ -100,18 +100,19 @@ struct BwdConsumerState {
     }
   }
 
-  // What is known of the item's keys.
+  // What the list says about the item's keys.
   __device__ __forceinline__ const typename T::Facts& facts() const { return s.facts[facts_place.stage]; }
-  // Of the 64 keys of the consumer those that the thread has in its registers 0 and 1, or 2 and 3, of each fragment.
+  // The thread's key in registers 0 and 1 of each fragment (half 0), or in registers 2 and 3 (half 1), counted in the
+  // item.
   __device__ __forceinline__ int own_key(int half) const { return 64 * consumer + 16 * warp + lane / 4 + 8 * half; }
-  // Tiles that threads have copied themselves.
+  // Waits for K or V. Where threads have copied them, a fence makes them visible to the tensor cores.
   __device__ __forceinline__ void wait_for_keys(Barrier (&full)[T::kStagesKv]) {
     full[kv_place.stage].wait(kv_place.phase);
     if constexpr (T::kGathered) cutlass::arch::fence_view_async_shared();
   }
-  // What a mask of keys hides from all rows may be NaN, which a ds of 0 would not keep out of dq: its rows of K and V
-  // become zeros, those of the consumer's own keys by two threads each. The other consumer, whose dq needs them, too,
-  // meets this one at the barrier of ds.
+  // Keys that a mask hides from all rows may be NaN, which a ds of 0 would not keep out of dq. So their rows of K and
+  // V are set to zero. A consumer does that for its own keys, with two threads for each. The other consumer needs
+  // these rows only for dq, which comes after the barrier of ds.
   __device__ __forceinline__ void clear_hidden_keys(const BwdItem& item) {
     static_assert(T::kMasked && T::kMembers == 1);
     if (!p.mask.is_key_only) return;

@@ -1,5 +1,6 @@
-// The gradient of a dense bias whose rows do not start on 16 bytes, from a consumer's tile in shared memory to where it
-// belongs: by threads, as TMA does not take it. Whole warps, a row each; rows and keys outside the tensor are left out.
+// How the gradient of a dense bias gets from a consumer's tile in shared memory to global memory: by TMA or, where its
+// rows do not start on 16 bytes, by threads. Then each warp writes whole rows, and leaves out rows and keys outside
+// the tensor.
 #pragma once
 
 #include "bias_rows.h"
@@ -13,7 +14,7 @@ __device__ __forceinline__ bool orders_dbias(const BwdArguments& p) {
   return T::kDenseBias && T::kHasTurnWarps && p.dbias_semaphore != nullptr;
 }
 
-// Where a consumer's panels of a tile go.
+// Where a consumer's part of a tile begins in dbias.
 struct DbiasPlace {
   int key, row, head, batch;
 };
@@ -30,7 +31,7 @@ __device__ __forceinline__ void send_dbias_by_tma(const BwdArguments& p, const v
     cute::SM90_TMA_REDUCE_ADD_4D::copy(&p.dbias_tiles, panel, to.key, to.row, to.head, to.batch);
   }
 }
-// In fp32. `tile`: that of both consumers.
+// Likewise in fp32, all panels of a consumer. `tile`: that of both consumers.
 template <class T>
 __device__ __forceinline__ void send_wide_dbias(const BwdArguments& p, const float* tile, int consumer, DbiasPlace to) {
   constexpr int kPanel = T::kBlockM * kWidePanelKeys, kPanels = kPanelKeys / kWidePanelKeys;
@@ -41,26 +42,26 @@ __device__ __forceinline__ void send_wide_dbias(const BwdArguments& p, const flo
   }
 }
 
-// The part of a tensor that begins with a tile's first row and key, and how many of them there are.
+// Where a panel begins in dbias, and how many rows and keys exist from there on.
 struct DbiasPart {
   void* to;  // fp32 or 16-bit
   int64_t row_stride;
   int rows, keys;
 };
 
-// The word of a lane in a row of a panel of 128 bytes.
+// The address of a lane's word in a row of a panel, which has 128 bytes.
 __device__ __forceinline__ uint32_t word_of_row(uint32_t panel, uint32_t row, int lane) {
   return panel + row * kPanelRowBytes + ((lane / 4 ^ row % 8) << 4) + lane % 4 * 4;
 }
 
-// Stores a 16-bit panel of 64 keys: a lane has two keys of a row, 32 apart. A number at a time, as a row may start on
-// any two bytes: shifted to words, and with its ends apart, it took four times as many instructions. A warp has every
-// fourth row. kIsWhole: all rows and keys exist.
+// Stores a 16-bit panel of 64 keys. A warp has every fourth row, and a lane two keys of a row, 32 apart. Numbers are
+// stored one by one, as a row may start at any multiple of two bytes: with words that were shifted to their places,
+// and the ends of a row apart, it took four times as many instructions. kIsWhole: all rows and keys exist.
 template <int kRows, bool kIsWhole>
 __device__ __forceinline__ void send_dbias_rows_of(const DbiasPart& part, uint32_t panel, int warp, int lane) {
   constexpr int kBatch = 4;  // rows that are read before they are sent
   static_assert(kRows % (4 * kBatch) == 0);
-  // The swizzle of a row four further on is the same, but for chunks four apart, which are exchanged.
+  // Four rows further on the swizzle is the same, except that chunks four apart have changed places.
   uint32_t first = panel + warp * kPanelRowBytes + ((lane / 8 ^ warp) << 4) + lane % 8 * 2;
   uint16_t* to = static_cast<uint16_t*>(part.to) + warp * part.row_stride + lane;
   const int64_t step = 4 * part.row_stride;

@@ -1,9 +1,9 @@
-// Sums in a fixed order in the Hopper backward: turns that blocks of keys take at a tile of dq, and the warp that takes
-// them.
+// Sums in a fixed order in the Hopper backward: turns that blocks of keys take at a tile of dq, and the warp that
+// takes them.
 //
-// A turn is a counter in memory, and waiting for it and passing it on take longer than anything else in a step. So the
-// consumers do neither: they leave their parts of dq in shared memory and go on. This warp has them added when the turn
-// has come, gives the stage back when it has been read, and passes the turn on when the additions have arrived.
+// A turn is a counter in memory. Waiting for it and passing it on take longer than anything else in a step, so that
+// the consumers do neither: they leave their parts of dq in shared memory and go on. This warp adds the parts when the
+// turn has come, releases the stage when it has been read, and passes the turn on when the additions have arrived.
 #pragma once
 
 #include "../shared/smem.cuh"
@@ -13,27 +13,28 @@ namespace dmattn::sm90 {
 
 // Counters of turns, in memory.
 //
-// Without a fence: behind pass_turn() of another one.
+// Advances a counter without a fence: only directly after pass_turn() of another counter, whose fence then counts for
+// both.
 __device__ __forceinline__ void count_turn(int32_t* counter) {
   asm volatile("red.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
 }
-// Who passes a turn on says by the fence that what it has added comes before. Bulk additions have to be complete by
-// then (wait_for_bulk()), and those of other threads of the block to come before a barrier between them and this one.
+// Passes a turn on. The fence orders the count behind the additions. Bulk additions have to be complete by then
+// (wait_for_bulk()), and additions of other threads of the block need a barrier between them and this thread.
 __device__ __forceinline__ void pass_turn(int32_t* counter) {
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
   count_turn(counter);
 }
-// Where several pass a turn on, some of them may have passed on the next one already.
 __device__ __forceinline__ int read_turn(const int32_t* counter) {
   int32_t now;
   asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
   return now;
 }
+// The counter may be further on: where several pass a turn on, some of them may have passed on the next one already.
 __device__ __forceinline__ void wait_for_turn(const int32_t* counter, int at_least) {
   while (read_turn(counter) < at_least) {
   }
 }
-// Without a fence: only after the next one may what is added rely on the value.
+// Reads a counter without ordering: additions may rely on the value only after the next fence.
 __device__ __forceinline__ int peek_at_turn(const int32_t* counter) {
   int32_t now;
   asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
@@ -46,8 +47,9 @@ __device__ __forceinline__ uint32_t own_dq_bytes(const BwdArguments& p, int cons
   return consumer == 0 ? T::Dq::kPart * sizeof(float) : p.dq_last_bytes;
 }
 
-// Whether dq is added up in order. Boundaries of packed sequences are the caller's and may be any numbers, and blocks
-// of keys that there are not would be waited for: then nobody takes turns. All threads of a thread block.
+// Whether dq is added up in order. Boundaries of packed sequences come from the caller and may be wrong. Thread blocks
+// would then wait forever for blocks of keys that do not exist, so that nobody takes turns in this case. All threads
+// of a thread block.
 template <class T>
 __device__ __forceinline__ bool may_take_turns(const BwdArguments& p) {
   if (p.dq_semaphore == nullptr) return false;
@@ -55,14 +57,14 @@ __device__ __forceinline__ bool may_take_turns(const BwdArguments& p) {
   return true;
 }
 
-// Blocks of keys that see a block of rows add to its dq one after the other, from the first to the last; over lists,
-// the tiles of a chunk that do. Where several begin together each comes to wait for the one before it at its first
-// steps. After that it stays behind it by as much as a turn takes, and does not wait again.
+// The blocks of keys that a block of rows sees add to its dq one after the other, from the first to the last; over
+// lists, the tiles of a chunk do. Items that begin together wait for each other at their first steps. After that each
+// stays behind the one before it by as much as a turn takes, and does not wait again.
 //
-// Those that come before have lower item numbers. They have been taken, then, and thread blocks finish their
-// items in order: who is waited for is running. What it still has to do before it passes its turns on waits for lower
-// numbers alone. In particular this warp passes a turn on before it waits for the next one, and never waits for the
-// consumers of its block to get past the step whose turn it is. The item with the lowest number waits for nobody.
+// Nobody waits forever: an item waits only for items with lower numbers. They have been taken already, and thread
+// blocks finish their items in order, so that an item that is waited for is running, and itself waits only for lower
+// numbers. This warp passes a turn on before it waits for the next one, and never waits for the consumers of its block
+// to get past the step whose turn it is. The item with the lowest number waits for nobody.
 template <class T>
 struct BwdDq {
   const BwdArguments& p;
@@ -77,7 +79,7 @@ struct BwdDq {
       const typename T::Announced announced = take_announced<T>(s, item_place, lane);
       if (announced.index >= p.items) return;
       const BwdItemOf<T> item = find_item<T>(p, announced);
-      if constexpr (T::kGathered) {  // for one thread that has to know it in each step
+      if constexpr (T::kGathered) {  // one thread has to know it in each step
         const int seen_by = count_tiles_before(p, item, lane);
         if (lane < item.m_end - item.m_begin) s.tiles_before[lane] = seen_by;
         __syncwarp();
@@ -88,7 +90,7 @@ struct BwdDq {
   }
 
   __device__ __forceinline__ void add_item(const BwdItemOf<T>& item) {
-    bool is_turn = !takes_turns;  // at the rows of the step
+    bool is_turn = !takes_turns;  // whether the turn at the rows of the step has come
     BwdSteps<T> steps(p, item);
 #pragma unroll 1  // few registers
     while (steps.left > 0) {
@@ -109,8 +111,8 @@ struct BwdDq {
     }
   }
 
-  // Passes the turn on; whether it is already the block's at the rows of the next step. That is asked while additions
-  // are on their way, and the fence in pass_turn() comes between the answer and what is added next, too.
+  // Passes the turn on. Returns whether the turn at the rows of the next step has come already. Its counter is read
+  // while additions are in flight; the fence in pass_turn() comes between this read and the next additions, too.
   __device__ __forceinline__ bool finish_turn(int block, const BwdItemOf<T>& item, const BwdSteps<T>& next) {
     const int turns = next.left > 0 ? peek_at_turn(p.dq_semaphore + block_of(item, next)) : -1;
     wait_for_bulk();
@@ -127,7 +129,7 @@ struct BwdDq {
     if constexpr (T::kGathered) {
       return s.tiles_before[m - item.m_begin];
     } else {
-      return item.n_block;  // rows that see a key see those before it
+      return item.n_block;  // rows that see a key see all keys before it
     }
   }
 };

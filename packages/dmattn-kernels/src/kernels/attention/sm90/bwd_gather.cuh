@@ -1,8 +1,8 @@
 // Copies listed keys for the Hopper backward: warps of the first warpgroup, each for the 64 keys of one consumer.
 //
 // What a list says of its keys (where they are, which rows see them, their bias) is read as soon as the item is known.
-// K and V are copied at once where they have a second stage (kStagesKv); otherwise when the consumers are done with
-// those of the item before, while these add to dk and dv.
+// K and V are copied at once if they have a second stage (kStagesKv). Otherwise they are copied when the consumers are
+// done with the keys of the item before, while these add its dk and dv to memory.
 #pragma once
 
 #include "../shared/key_source.cuh"
@@ -14,7 +14,8 @@ namespace dmattn::sm90 {
 // A warp has 64 keys, each lane two of them: 32 i + lane.
 constexpr int kGatherKeys = 64, kKeysOfLane = kGatherKeys / 32;
 
-// Reads the keys from entry `first` of a list on. Returns how many there are; the others are key 0.
+// Reads the keys from entry `first` of a list on. Returns how many entries there are from there on. Places behind the
+// last one get key 0.
 __device__ __forceinline__ int read_listed_keys(const BwdArguments& p, int64_t list, int first, int lane,
                                                 int (&key)[kKeysOfLane]) {
   const int keys = read_list_count(p.keys, list) - first;
@@ -36,8 +37,9 @@ __device__ __forceinline__ float read_listed_bias(const BwdArguments& p, const L
                    kIsBf16);
 }
 
-// Copies the keys' rows to panels of 64 columns, of which a tile has so many with so many rows each, as TMA would lay
-// them out; zeros for keys and columns that there are not. `to`: the first of the rows. Whole warp.
+// Copies the keys' rows into a tile of kPanels panels, each of kPanelRows rows and 64 columns, in the layout in which
+// TMA would write it. Keys and columns that do not exist become zeros. `to`: the tile's row of the first key. Whole
+// warp.
 template <int kPanels, int kPanelRows>
 __device__ __forceinline__ void copy_listed_rows(const char* from, uint32_t row_stride, uint32_t to, int columns,
                                                  const int (&key)[kKeysOfLane], int keys, int lane) {
@@ -46,7 +48,8 @@ __device__ __forceinline__ void copy_listed_rows(const char* from, uint32_t row_
   const int chunk = lane % kChunks;
   from += chunk * 16;
   to += lane / kChunks * 128;
-  // The swizzle of a row, 4 rows on and back: of the rows of a thread only its bit 2 changes.
+  // The swizzled place of the thread's chunk. A thread's rows are four apart, so that only bit 2 of the place changes
+  // from one to the next.
   uint32_t place = (chunk ^ (lane / kChunks)) * 16;
   int row = lane / kChunks;
 #pragma unroll 1  // few registers
@@ -98,7 +101,8 @@ struct BwdGather {
     kv_place.advance();
   }
 
-  // Reads the lane's keys and says what is known of them. Returns how many of the warp's keys there are.
+  // Reads the lane's keys, and writes what is known of them to shared memory. Returns how many of the warp's keys
+  // exist.
   __device__ __forceinline__ int take_facts(const ListItem& item, int (&key)[kKeysOfLane]) {
     const int64_t head_list = head_list_of(p, item.batch, item.head_k);
     const int64_t list = head_list * p.keys.blocks + item.chunk;
@@ -107,7 +111,7 @@ struct BwdGather {
     const int32_t* const ends = p.keys.end == nullptr ? nullptr : p.keys.end + head_list * p.seqlen_k;
     KeyInterval interval[kKeysOfLane];
     float bias[kKeysOfLane];
-    int latest = INT_MIN, earliest = INT_MAX;  // the rows between these two see all keys
+    int latest = INT_MIN, earliest = INT_MAX;  // rows at positions between these two see all keys
 #pragma unroll
     for (int i = 0; i < kKeysOfLane; ++i) {
       const bool exists = 32 * i + lane < keys;
@@ -141,7 +145,7 @@ struct BwdGather {
     return keys;
   }
 
-  // The warp's rows of a tile.
+  // Copies the warp's rows of a tile.
   __device__ __forceinline__ void copy_tile(const char* from, uint32_t row_stride, Element* tile, Barrier& full,
                                             const int (&key)[kKeysOfLane], int keys) {
     copy_listed_rows<T::kPanels, T::kBlockN>(from, row_stride, smem_u32(tile) + part * (kKeys * 128), p.head_dim, key,

@@ -9,12 +9,12 @@
 namespace dmattn::sm90 {
 
 struct BwdItem {
-  int n_block, head_k, split, batch;  // of a list, n_block counts tiles of its entries; split: which part of them
+  int n_block, head_k, split, batch;  // n_block: over lists, the tile of a list; split: the part of the block of keys
   int m_begin, m_end;                 // blocks of rows that see any of the keys
-  int chunk;                          // of rows; 0 without lists
-  HeadShare heads;                    // over lists, in any order
+  int chunk;                          // chunk of row blocks; 0 without lists
+  HeadShare heads;                    // over lists in any order: the query heads of the item
 };
-// Of a packed sequence, in which the blocks count; batch is 0.
+// An item of a packed sequence, in which its blocks are numbered; batch is 0.
 struct PackedBwdItem : BwdItem {
   int sequence;
   SeqRange q, k;
@@ -22,23 +22,23 @@ struct PackedBwdItem : BwdItem {
 template <class T>
 using BwdItemOf = std::conditional_t<T::kPacked, PackedBwdItem, BwdItem>;
 
-// Where TMA finds the rows and the keys.
+// The batch or the packed sequence in which TMA finds the rows and the keys.
 __device__ __forceinline__ int place_of_rows(const BwdItem& item) { return item.batch; }
 __device__ __forceinline__ const SeqRange& place_of_rows(const PackedBwdItem& item) { return item.q; }
 __device__ __forceinline__ int place_of_keys(const BwdItem& item) { return item.batch; }
 __device__ __forceinline__ const SeqRange& place_of_keys(const PackedBwdItem& item) { return item.k; }
-// The first block of rows of the sequence among those of all, in arrays of blocks of so many.
+// The number of a sequence's first block of rows in an array with all sequences' blocks of `block` rows.
 __device__ __forceinline__ int first_row_block(const SeqRange& q, int sequence, int block) {
   return first_packed_block(q.first, sequence, block);
 }
-// Which block of rows of all, in the arrays of dq and of its counters.
+// The number of a block of rows in the arrays of dq and of its counters.
 template <class T>
 __device__ __forceinline__ int dq_block_of(const BwdArguments& p, const BwdItemOf<T>& item, int head, int m) {
   int block = (item.batch * p.nheads + head) * p.dq_blocks + m;
   if constexpr (T::kPacked) block += first_row_block(item.q, item.sequence, T::kBlockM);
   return block;
 }
-// Where lse, delta and the like of a block of rows begin.
+// Where a block of rows begins in lse, lse_rest and delta.
 template <class T>
 __device__ __forceinline__ int64_t row_of_stat(const BwdArguments& p, const BwdItemOf<T>& item, int head, int m) {
   int64_t row = (static_cast<int64_t>(item.batch) * p.nheads + head) * p.seqlen_q_rounded + m * T::kBlockM;
@@ -51,8 +51,8 @@ __device__ __forceinline__ int64_t row_of_stat(const BwdArguments& p, const BwdI
 struct PlaceOfItem {
   int n_block, part;
 };
-// Items are numbered by sections; in each from the first blocks of keys, which the most rows see under causality, to
-// the last, the parts of the section side by side.
+// Items are numbered section by section. In a section the blocks of keys come in ascending order, as the most rows see
+// the first ones under causality; for each block of keys the parts of the section follow one another.
 __device__ __forceinline__ PlaceOfItem find_item_of_section(const BwdArguments& p, int index) {
   const int section = min(index / (p.section_parts * p.n_blocks), p.sections);
   const int first = section * p.section_parts;
@@ -61,13 +61,14 @@ __device__ __forceinline__ PlaceOfItem find_item_of_section(const BwdArguments& 
   const int n_block = in_section / parts;
   return {n_block, first + in_section - n_block * parts};
 }
-// Or two by two, which a thread block takes one after the other: of a part, a block of keys and that as far from the
-// end as the first is from the beginning. Under causality any two have the same number of rows together, so that thread
-// blocks stay in step. The first goes through the rows downwards, the second upwards (MirroredSteps). In step t,
-// counted from the first one's, with M blocks of rows and two for each block of keys, one is at block M - 1 - t and the
-// other at t - 2, whichever two they are: at any time the thread blocks of a group are at two blocks of rows. (Where a
-// block of keys has no whole number of blocks of rows, about so.) Of packed sequences each has such pairs of its own.
-// Their places are those of all blocks of keys, see find_packed_item().
+// Alternatively items are numbered in pairs, which a thread block takes one after the other: of a part, the j-th block
+// of keys from the front and the j-th from the end. Under causality all pairs have the same number of rows, so that
+// thread blocks stay in step. The first item goes through the blocks of rows downwards, the second upwards
+// (MirroredSteps). If there are M blocks of rows, two for each block of keys, and a thread block has done t of them
+// since it began its pair, the first item is at block M - 1 - t and the second at t - 2, whatever j is: at any time
+// the thread blocks of a group are at one of two blocks of rows. (This holds only roughly where a block of keys is no
+// whole number of blocks of rows.) Each packed sequence has its own pairs. All of its blocks of keys have the numbers
+// of a pair, of which half stand for no item: see find_packed_item().
 template <class T>
 __host__ __device__ inline int pairs_of_part(const BwdArguments& p) {
   return T::kPacked ? p.n_blocks : (p.n_blocks + 1) / 2;
@@ -77,7 +78,7 @@ __device__ __forceinline__ PlaceOfItem find_mirrored_item(const BwdArguments& p,
   const int pairs = pairs_of_part<T>(p), part = index / 2 / pairs, front = index / 2 - part * pairs;
   return {T::kPacked || index % 2 == 0 ? front : p.n_blocks - 1 - front, part};
 }
-// The block as far from the end: not for the middle one of an odd number.
+// Whether a pair has a second item: the middle one of an odd number of blocks of keys has none.
 __device__ __forceinline__ bool has_mirror_image(int front, int blocks) { return 2 * front + 1 < blocks; }
 
 template <class T>
@@ -85,7 +86,8 @@ __device__ __forceinline__ BwdItem find_tiled_item(const BwdArguments& p, int in
   const bool is_mirrored = T::kMirrors && p.mirrors_items;
   const auto [n_block, part] = is_mirrored ? find_mirrored_item<T>(p, index) : find_item_of_section(p, index);
   const int head = part / p.num_splits;
-  // What reads the same tiles of a bias goes side by side: batches if they share it, or else heads.
+  // Items that read the same tiles of a bias have neighbouring numbers: those of batches that share the bias, or else
+  // those of heads.
   const bool batch_is_inner = T::kPairs ? p.pair_batch_step > 0 : T::kDenseBias && p.bias_batch_step == 0;
   const int inner = (batch_is_inner ? p.batches : p.nheads_k) / T::kMembers;
   const int outer_part = head / inner, inner_part = (head - outer_part * inner) * T::kMembers;
@@ -99,7 +101,7 @@ __device__ __forceinline__ BwdItem find_tiled_item(const BwdArguments& p, int in
   }
   int m_begin = min(max(first_row, 0) / T::kBlockM, p.m_blocks);
   const int split = part - head * p.num_splits;
-  // Beside an fp32 bias, and for pairs, there are no registers for it.
+  // Beside an fp32 bias, and for pairs, there are no registers for dividing the rows.
   constexpr bool kSplitsRows = (T::kMasked || !T::kDenseBias) && !T::kPacked;
   if (kSplitsRows && p.row_splits > 1) {
     const int row_part = split % p.row_splits, blocks = max(m_end - m_begin, 0);
@@ -112,8 +114,8 @@ __device__ __forceinline__ BwdItem find_tiled_item(const BwdArguments& p, int in
           0,       {0}};
 }
 
-// 0, or with a window the first block of keys that a block of rows sees any of: find_tiled_item() says the same of keys,
-// which rows see them.
+// The first block of keys of which a block of rows sees any; 0 without a window. find_tiled_item() does the reverse:
+// it finds the rows that see a block of keys.
 template <class T>
 __device__ __forceinline__ int first_block_of_window(const BwdArguments& p, int m) {
   if constexpr (T::kWindows) {
@@ -123,7 +125,7 @@ __device__ __forceinline__ int first_block_of_window(const BwdArguments& p, int 
   return 0;
 }
 
-// The item that a member of a pair has: find_tiled_item() finds that of the first.
+// The item of a member of a pair, given that of the first member, which find_tiled_item() finds.
 template <class T>
 __device__ __forceinline__ BwdItem item_of_member(const BwdArguments& p, const BwdItem& item, int member) {
   BwdItem own = item;
@@ -133,7 +135,7 @@ __device__ __forceinline__ BwdItem item_of_member(const BwdArguments& p, const B
   }
   return own;
 }
-// From a query head of the first member to that of the second.
+// How far a query head of the second member is from that of the first.
 __device__ __forceinline__ int heads_to_second(const BwdArguments& p) { return p.pair_head_step * p.head_ratio; }
 
 // --- packed sequences -----------------------------------------------------------------------------------------------
@@ -142,8 +144,8 @@ template <class T>
 __device__ __forceinline__ int blocks_of_keys(int keys) {
   return (keys + T::kBlockN - 1) / T::kBlockN;
 }
-// Items are numbered as if the blocks of keys, one sequence behind the other, were those of one. Some stand for no
-// keys: then k.length is 0.
+// Items are numbered as if the blocks of keys of all sequences, one sequence behind the other, belonged to a single
+// one. Some numbers stand for no keys: then k.length is 0.
 template <class T>
 __device__ __forceinline__ PackedItem find_packed_item(const BwdArguments& p, int index) {
   const BwdItem slot = find_tiled_item<T>(p, index);
@@ -151,7 +153,7 @@ __device__ __forceinline__ PackedItem find_packed_item(const BwdArguments& p, in
   const SeqlenInfo own = read_packed_seqlens(p.packing, keys.sequence, p.seqlen_q, p.seqlen_k);
   bool exists = keys.offset >= 0 && keys.offset < own.seqlen_k;
   int n_block = keys.offset / T::kBlockN;
-  if (p.mirrors_items) {  // what would be the second of two is none, and is found from the first
+  if (p.mirrors_items) {  // numbers in the second half of a sequence stand for none: pairs follow from their first item
     const int blocks = blocks_of_keys<T>(own.seqlen_k);
     exists &= n_block <= blocks - 1 - n_block;
     if (index % 2 != 0) n_block = blocks - 1 - n_block;
@@ -163,7 +165,7 @@ __device__ __forceinline__ PackedItem find_packed_item(const BwdArguments& p, in
           {own.first_row, own.seqlen_q},
           {own.first_key, exists ? own.seqlen_k : 0}};
 }
-// The rows that see the keys.
+// Completes an item with the rows that see its keys.
 template <class T>
 __device__ __forceinline__ PackedBwdItem to_item(const BwdArguments& p, const PackedItem& found) {
   const int blocks = (found.q.length + T::kBlockM - 1) / T::kBlockM;
@@ -178,9 +180,9 @@ struct ListItem {
   int tile, chunk, head_k, batch;
 };
 
-// Where sums are in a fixed order and chunks do not wait for each other, items are numbered by groups of chunks: the
-// first tiles of all of a group's lists, then the second ones, and so on. Tiles of a list follow one another at dq,
-// each some steps behind the one before it, and what begins together then are tiles that do not.
+// In a fixed order items are numbered by groups of chunks: the first tiles of all lists of a group, then the second
+// tiles, and so on. The tiles of a list take turns at dq, each some steps behind the one before it; so items that
+// begin together should be tiles of different lists. Where chunks take turns, too, a group is a single chunk.
 __device__ __forceinline__ ListItem find_grouped_item(const BwdArguments& p, int index) {
   const int group = index / (p.group_chunks * p.n_blocks * p.all_parts);
   const int first = group * p.group_chunks, chunks = min(p.group_chunks, p.keys.blocks - first);
@@ -191,8 +193,9 @@ __device__ __forceinline__ ListItem find_grouped_item(const BwdArguments& p, int
   const int batch = part / p.nheads_k;
   return {tile, p.keys.blocks - 1 - first - (row - tile * chunks), part - batch * p.nheads_k, batch};
 }
-// Items are numbered by sections; in each by chunks of rows, from the last, which have the most keys before them; in
-// each of these by the tiles of its lists, whose first ones the most rows see.
+// Items are numbered section by section; in a section the chunks come from the last to the first, as the last ones
+// have the most keys before them; in a chunk the tiles of its lists come in ascending order, as the most rows see the
+// first ones.
 template <class T>
 __device__ __forceinline__ ListItem find_list_item(const BwdArguments& p, int index) {
   if constexpr (T::kOrdered) return find_grouped_item(p, index);
@@ -207,7 +210,7 @@ __device__ __forceinline__ ListItem find_list_item(const BwdArguments& p, int in
   const int batch = part / p.nheads_k;
   return {row - chunk * p.n_blocks, p.keys.blocks - 1 - chunk, part - batch * p.nheads_k, batch};
 }
-// Places are those of find_list_item().
+// Places have the order of find_list_item().
 __device__ __forceinline__ ListRoom list_room_of(const BwdArguments& p) {
   return {p.n_blocks, p.keys.blocks, p.all_parts, p.section_parts, p.sections};
 }
@@ -219,24 +222,24 @@ __device__ __forceinline__ ListNumbering find_list_numbering(const BwdArguments&
   }
   const auto* const known = reinterpret_cast<const ListNumbers*>(p.work_counter);
   const int32_t* const rows_before = reinterpret_cast<const int32_t*>(known + 1) + p.keys.blocks;
-  // The end of several sections is that of the last one alone.
+  // With several sections no tiles are divided: the last items would be those of the last section alone.
   const bool has_tail = p.sections == 0 && known->tail_chunks > 0;
   if (!has_tail) return {known->rows, known->rows, 1, rows_before};
   return {known->rows, rows_before[known->tail_chunks - 1], known->tail_parts, rows_before};
 }
-// The lists of a head, as KeyList numbers (batch, head).
+// The number of a head in KeyList, which counts (batch, list head).
 __device__ __forceinline__ int64_t head_list_of(const BwdArguments& p, int batch, int head_k) {
   return static_cast<int64_t>(p.keys.batch > 1 ? batch : 0) * p.keys.heads + head_k * p.head_ratio / p.keys.head_ratio;
 }
-// The rows of the tiles of a chunk's list.
+// The blocks of rows that see the tiles of a chunk's list.
 __device__ __forceinline__ const int2* tile_rows_of(const BwdArguments& p, int batch, int head_k, int chunk) {
   return p.tile_rows + (head_list_of(p, batch, head_k) * p.keys.blocks + chunk) * p.n_blocks;
 }
 __device__ __forceinline__ int2 read_tile_rows(const BwdArguments& p, const ListItem& item) {
   return __ldg(tile_rows_of(p, item.batch, item.head_k, item.chunk) + item.tile);
 }
-// Of the tiles of a chunk before this one, how many see block m_begin + lane of the item's rows: 32 blocks at most, see
-// kMostChunkRows. Whole warp.
+// How many tiles of the chunk before the item's are seen by block m_begin + lane of the item's rows. There are at most
+// 32 such blocks, see kMostChunkRows. Whole warp.
 __device__ __forceinline__ int count_tiles_before(const BwdArguments& p, const BwdItem& item, int lane) {
   const int2* const rows = tile_rows_of(p, item.batch, item.head_k, item.chunk);
   const int blocks = item.m_end - item.m_begin;
@@ -254,12 +257,13 @@ __device__ __forceinline__ int count_tiles_before(const BwdArguments& p, const B
   }
   return seen_by;
 }
-// How many tiles they are.
+// How many tiles a chunk's list has.
 __device__ __forceinline__ int count_tiles(const BwdArguments& p, int batch, int head_k, int chunk, int keys_of_tile) {
   const int64_t list = head_list_of(p, batch, head_k) * p.keys.blocks + chunk;
   return (__ldg(p.keys.count + list) + keys_of_tile - 1) / keys_of_tile;
 }
-// Which row of ChunkTerms a listed key has; -1: none. Lists and intervals may be the caller's and hold any numbers.
+// The row of a listed key in ChunkTerms; -1: it has none. Lists and intervals may come from the caller and hold any
+// numbers.
 __device__ __forceinline__ int read_term(const BwdArguments& p, int64_t head_list, int chunk, int key, bool exists) {
   if (p.terms.first == nullptr || !exists) return -1;
   const int term = __ldg(p.terms.first + head_list * p.seqlen_k + key) + chunk;
@@ -268,7 +272,7 @@ __device__ __forceinline__ int read_term(const BwdArguments& p, int64_t head_lis
 
 // --- all ------------------------------------------------------------------------------------------------------------
 
-// The next item, for a warp beside the producer; an index of `items` and more: there is none. Whole warp.
+// The next item, for a warp beside the producer. An index of `items` or more: there are no more. Whole warp.
 template <class T>
 __device__ __forceinline__ typename T::Announced take_announced(typename T::Shared& s, RingPlace<2>& place, int lane) {
   s.item_full[place.stage].wait(place.phase);
@@ -293,7 +297,7 @@ __device__ __forceinline__ BwdItemOf<T> find_item(const BwdArguments& p, const t
   }
 }
 
-// Whether rows and keys meet of which the one does not see the other, or one of which there is not.
+// Whether some scores of the tile have to be masked: causality or the window hides them, or their key does not exist.
 template <class T, class Lengths>
 __device__ __forceinline__ bool cuts_tile(const Lengths& p, int m, int n_block) {
   const int last = (n_block + 1) * T::kBlockN - 1, offset = p.seqlen_k - p.seqlen_q;
@@ -303,7 +307,7 @@ __device__ __forceinline__ bool cuts_tile(const Lengths& p, int m, int n_block) 
   return last >= p.seqlen_k || (p.is_causal && m * T::kBlockM < last - offset);
 }
 
-// The first query head that the launch has of an item's group.
+// The first query head of the item's group that this launch has.
 __device__ __forceinline__ int first_head_of(const BwdArguments& p, const BwdItem& item) {
   return item.head_k * p.head_ratio + p.group_begin;
 }
@@ -317,8 +321,8 @@ __device__ __forceinline__ HeadRange heads_of(const BwdArguments& p, const BwdIt
   return {first + p.group_heads * split / splits, first + p.group_heads * (split + 1) / splits};
 }
 
-// The steps of an item: the query heads of its part, and of each the blocks of rows that see its keys, from the last to
-// the first.
+// The steps of an item: for each query head of its part, the blocks of rows that see its keys, from the last to the
+// first.
 struct RowSteps {
   int m_begin, m_end;
   int head, m;
@@ -340,24 +344,24 @@ struct RowSteps {
   }
 };
 
-// Over lists, in any order.
+// Steps over lists in any order: the heads are those of the item.
 struct ListSteps : RowSteps {
   __device__ __forceinline__ ListSteps(const BwdArguments& p, const BwdItem& item)
       : RowSteps(item, {first_head_of(p, item) + item.heads.begin(), first_head_of(p, item) + item.heads.end()}) {}
 };
 
-// Where dq is added up in order: the blocks of rows, and of each the heads, so that items of different length stay side
-// by side. Head by head the shorter ones would wait at each head until the longest has come to it. Lists begin with the
-// first block of rows, which all but few tiles of a chunk have; consecutive keys with the last one, which they all
-// have.
+// Where dq can be added up in order: for each block of rows, all heads. So items of different lengths stay side by
+// side; if they went through one head after the other, the shorter ones would wait for the longest at each head. Lists
+// begin with the first block of rows, which nearly all tiles of a chunk have; consecutive keys begin with the last
+// one, which all of them have.
 template <class T>
 struct HeadSteps {
-  int heads, heads_left;  // of the item; of the block of rows, this one included
+  int heads, heads_left;  // heads of the item; those left at the block of rows, this one included
   int head, m;
   int left;
 
   __device__ __forceinline__ HeadSteps(const BwdArguments& p, const BwdItem& item) {
-    // Lists are not split, so that the number of heads need not be kept.
+    // Items over lists have all heads of the launch, so that their number need not be kept.
     if constexpr (T::kGathered) {
       heads = p.group_heads;
       head = first_head_of(p, item);
@@ -381,11 +385,11 @@ struct HeadSteps {
   }
 };
 
-// Of wide heads: those of RowSteps, or where dq is added up in order those of HeadSteps.
+// Steps of wide heads: in the order of RowSteps or, where dq is added up in order, in that of HeadSteps.
 template <class T>
 struct WideSteps {
   const BwdArguments& p;
-  int begin, end;  // of the blocks of rows, or of the heads
+  int begin, end;  // of the blocks of rows in the order of RowSteps; of the heads in that of HeadSteps
   int head, m;
   int left;
 
@@ -413,7 +417,7 @@ struct WideSteps {
   }
 };
 
-// Whether an item is the second of two that are mirrored.
+// Whether an item is the second of a mirrored pair.
 template <class T>
 __device__ __forceinline__ bool is_mirror_image(const BwdArguments& p, const BwdItem& item) {
   return p.mirrors_items && 2 * item.n_block >= p.n_blocks;
@@ -423,13 +427,13 @@ __device__ __forceinline__ bool is_mirror_image(const BwdArguments& p, const Pac
   return p.mirrors_items && 2 * item.n_block >= blocks_of_keys<T>(item.k.length);
 }
 
-// Those of RowSteps. Or, of mirrored items, the blocks of rows, and of each the heads: from the last block to the
-// first, and of the second of two items the other way round. Both share registers, of which the kernel has none to
-// spare.
+// The order of RowSteps or, for mirrored items, all heads for each block of rows: the first item of a pair goes from
+// the last block to the first, the second from the first to the last. Both orders use the same registers, as the
+// kernel has none to spare.
 template <class T>
 struct MirroredSteps {
   const BwdArguments& p;
-  int m_begin_or_direction, end;  // end: of the blocks of rows, or of the heads
+  int m_begin_or_direction, end;  // end: of the blocks of rows; of the heads for mirrored items
   int head, m;
   int left;
 
@@ -447,7 +451,7 @@ struct MirroredSteps {
     --left;
     if (p.mirrors_items) {
       if (++head < end) return;
-      head = end - p.group_heads;  // items that are mirrored have all heads of the launch
+      head = end - p.group_heads;  // mirrored items have all heads of the launch
       m += m_begin_or_direction;
     } else {
       if (--m >= m_begin_or_direction) return;
@@ -457,7 +461,7 @@ struct MirroredSteps {
   }
 };
 
-// Of packed sequences, whose lengths are not at hand in each step.
+// Steps in a packed sequence, whose lengths are not at hand in each step.
 template <class T>
 struct PackedSteps : std::conditional_t<T::kOrdered, HeadSteps<T>, MirroredSteps<T>> {
   using Steps = std::conditional_t<T::kOrdered, HeadSteps<T>, MirroredSteps<T>>;

@@ -1,20 +1,21 @@
-// The backward on Hopper: consecutive keys, with lengths and causality, and either softcap or a dense mask and a
-// bias; or lists of keys for chunks of rows, with a bias for each key.
+// The backward on Hopper for head dimensions up to 128: consecutive keys, also of packed sequences, with causality,
+// and either softcap or a dense mask, a window of keys and a bias; or lists of keys for chunks of rows, with a bias
+// for each key.
 //
 // A thread block stays on its SM and takes blocks of keys (items) until none is left. One thread of the first
 // warpgroup, the producer, copies K and V once an item, then Q, dO, lse, delta and the tile of a dense bias for one
-// block of rows after the other. Listed keys are copied by two warps beside it, and their dk and dv are added to sums
-// in memory, unless the item has all rows. Where sums are in a fixed order, one more warp has dq added when its turn
-// comes, or two have the consumers add theirs. The other two warpgroups, the consumers, own 64 keys each. Their
-// products have keys as rows: s^T = k q^T and dp^T = v do^T leave p^T and ds^T in registers in the order that the first
-// operand of dv += p^T do and dk += ds^T q has. Only ds goes through shared memory, as both consumers' keys are needed
-// for dq = ds k. The gradient of a dense bias leaves from there, too.
+// block of rows after the other. Listed keys are copied by two warps beside it; their dk and dv are added to sums in
+// memory, unless the item has all rows. In a fixed order one more warp adds dq when its turn comes (BwdDq), or two
+// warps take the turns of the two consumers (DqTurns). The other two warpgroups, the consumers, own 64 keys each.
+// Their products have keys as rows: s^T = k q^T and dp^T = v do^T leave p^T and ds^T in registers in the layout of the
+// first operand of dv += p^T do and dk += ds^T q. Only ds goes through shared memory, as dq = ds k needs both
+// consumers' keys. The gradient of a dense bias leaves from there, too.
 //
 // The products of a step are queued so that the tensor cores have work while registers are being worked on:
 //   exp of the scores          beside  dk of the step before, dp
 //   ds                         beside  dv
 //   dq on its way to memory    beside  the next scores, dk
-// Bytes, registers and cycles of the tiles are counted in docs/kernels.md.
+// Bytes, registers and cycles of the tiles are in docs/kernels/backward.md.
 #pragma once
 
 #include <climits>
@@ -40,7 +41,7 @@ __device__ __forceinline__ void init_barriers(const BwdArguments& p, typename T:
   }
   for (int i = 0; i < T::kStagesQ; ++i) {
     s.q_full[i].init(1);
-    s.q_empty[i].init(T::kConsumers + (T::kMasked ? T::kTurnWarps : 0));  // those read what is announced beside Q
+    s.q_empty[i].init(T::kConsumers + (T::kMasked ? T::kTurnWarps : 0));  // the latter read the RowTile beside Q
   }
   if constexpr (T::kDenseBias) {
     for (int i = 0; i < T::kStagesBias; ++i) {
@@ -55,24 +56,24 @@ __device__ __forceinline__ void init_barriers(const BwdArguments& p, typename T:
   }
   for (int i = 0; i < 2; ++i) {
     s.item_full[i].init(1);
-    s.item_empty[i].init(4 * T::kConsumers + T::kDqWarps + T::kGatherWarps + T::kTurnWarps);  // a warp each
+    s.item_empty[i].init(4 * T::kConsumers + T::kDqWarps + T::kGatherWarps + T::kTurnWarps);  // each warp arrives once
     s.facts_full[i].init(copiers);
     s.facts_empty[i].init(T::kConsumers);
   }
   for (int i = 0; i < T::kStagesOut; ++i) {
-    s.out_full[i].init(4 * T::kConsumers);  // a warp each
+    s.out_full[i].init(4 * T::kConsumers);  // each warp arrives once
     s.out_empty[i].init(1);
   }
   if constexpr (T::kHasTurnWarps) {
     for (int i = 0; i < T::kConsumers; ++i) {
       s.turn_full[i].init(1);
-      s.turn_used[i].init(T::kDqPath == DqPath::kVector ? 128 : 1);  // all threads, or one
+      s.turn_used[i].init(T::kDqPath == DqPath::kVector ? 128 : 1);  // all threads of the consumer, or one
     }
   }
   cutlass::arch::fence_barrier_init();
 }
 
-// --- the consumers: a warpgroup each ----------------------------------------------------------------------------------
+// --- the consumers: a warpgroup each ---------------------------------------------------------------------------------
 
 template <class T>
 struct BwdConsumer : BwdResults<T> {
@@ -90,9 +91,10 @@ struct BwdConsumer : BwdResults<T> {
   using Base::Base;
   using typename Base::KeySums;
   using typename Base::Scores;
-  // Derivative of softcap, two fp16 a word: a number from 0 to 1 that multiplies what is rounded to 16 bits next.
+  // Derivatives of softcap, two fp16 a word. They are between 0 and 1 and multiply numbers that are rounded to 16 bits
+  // next, so that fp16 is enough.
   using SoftcapFactors = uint32_t[T::kSoftcap ? 2 * kFragmentsM : 1];
-  // What has been read of a tile of the bias, two fragments a part.
+  // What has been read ahead of a tile of the bias: each part has the words of two fragments.
   using BiasAhead = uint32_t[T::kBiasAhead + 1][4];
 
   __device__ __forceinline__ void run() {
@@ -132,7 +134,8 @@ struct BwdConsumer : BwdResults<T> {
     }();
     const auto& kt = get<0>(dq_operands);
     const auto& ds = get<1>(dq_operands);
-    // k, v and kt of the second member. In one tuple with those of the first they cost lists with a bias a register.
+    // k, v and kt of the second member. In one tuple with those of the first they cost the kernel over lists with a
+    // bias a register.
     const auto of_second = [&] {
       if constexpr (T::kPairs) {
         static_assert(!Dq::kTransposed);
@@ -165,15 +168,14 @@ struct BwdConsumer : BwdResults<T> {
     for (int i = 0; i < T::kMembers; ++i) {
       clear(acc_dk[i]);
       clear(acc_dv[i]);
-      // The zeros are in registers before any product starts: where they came later, all products would be serialized.
+      // The zeros have to be in registers before any product starts, or the compiler serializes all products.
       warpgroup_fence_operand(acc_dk[i]);
       warpgroup_fence_operand(acc_dv[i]);
     }
     KeySums key_sums = {0.f, 0.f};
     if constexpr (T::kKeyBias && !T::kGathered) read_key_bias(item);
     if constexpr (T::kWideBias) hidden.read(p, item, item.n_block * T::kBlockN + own_key(0));
-    // Of the rows that see the keys, at q_place. Where they are announced, the first of them is read once its Q is
-    // there.
+    // The blocks of rows that see the keys. Where steps are announced, the first one is read once its Q has arrived.
     auto steps = [&] {
       if constexpr (T::kMasked) {
         return AnnouncedSteps<T>{};
@@ -183,8 +185,9 @@ struct BwdConsumer : BwdResults<T> {
     }();
     if (item.m_begin < item.m_end && !(T::kWideBias && hides_item(p, item))) {
       RingPlace<T::kStagesQ> q_place = q_next;  // of the rows of this step
-      KeptScores kept;                          // kMasked, of a tile that is cut
-      // After the scores of the next step have been started, which waits for what is announced.
+      KeptScores kept;                          // kMasked: of a tile with is_checked()
+      // Called after the scores of the next step have been started: that waits for Q, and so for what is announced
+      // beside it.
       const auto to_next_step = [&] {
         if constexpr (T::kMasked) {
           steps.read(s.mask.tile[q_place.stage]);
@@ -217,20 +220,20 @@ struct BwdConsumer : BwdResults<T> {
         start_product<false>(grad_mma, moved_gradients, qt(_, _, _, q_place.stage), acc_dk[member]);
       };
 
-      // A step in two halves, of a member. Between them only dv is on its way, on all paths: where the compiler had to
-      // count products that it finds started on one path and not on another, it would run all of them one after the
-      // other.
-      int q_before = 0;  // stage of the rows of the step before
+      // A step of a member, in two halves. Between them only the product for dv is in flight, on all paths: if the
+      // products in flight differed between paths, the compiler would serialize all of them.
+      int q_before = 0;  // stage of Q of the step before
       const auto front = [&](auto is_first, auto member) {
         constexpr bool kIsFirst = decltype(is_first)::value;
-        constexpr bool kBeginsTile = member == 0, kEndsTile = member == T::kMembers - 1;  // of the bias
-        constexpr auto before = Int<T::kMembers - 1 - member>{};                          // member of the step before
+        // Whether the member is the first, or the last, at a tile of the bias.
+        constexpr bool kBeginsTile = member == 0, kEndsTile = member == T::kMembers - 1;
+        constexpr auto before = Int<T::kMembers - 1 - member>{};  // member of the step before
         BiasAhead bias_ahead;
         if constexpr (T::kBiasAhead > 0) {
           wait_for_bias(q_place);
           read_bias_ahead(bias_ahead, q_place.stage);
         }
-        // dp comes after the scores; if they were started early, dk of the step before in between.
+        // After the scores only dp has been started or, if they were started early, also dk of the step before.
         wait_for_product<T::kEarlyScores && !kIsFirst ? 2 : 1>(acc_s);
         SoftcapFactors factors;
         Scores weights;
@@ -238,7 +241,8 @@ struct BwdConsumer : BwdResults<T> {
         take_exp(scores, weights, factors, q_place.stage, steps, item.n_block, kept, bias_ahead);
         wait_for_product<1>(acc_dk[before]);
         if constexpr (!kIsFirst) release(s.q_empty[q_before]);
-        // Its gradient has been on its way since the step before. Waiting for that any earlier would hold up dp.
+        // The gradient in that stage has been on its way to memory since the step before. Waiting for it any earlier
+        // would delay dp.
         if constexpr (T::kWideBias && !kIsFirst) release_sent(s.bias_empty[q_before]);
         to_operand<Element>(probabilities, weights);
         start_product<false>(grad_mma, probabilities, doutt(_, _, _, dout_place.stage), acc_dv[member]);
@@ -266,8 +270,9 @@ struct BwdConsumer : BwdResults<T> {
         wait_for_product<1>(acc_dv[member]);
         release(s.dout_empty[dout_place.stage]);
         dout_place.advance();
-        // Into the registers that p had until dv was done. So the scores come to lie where p, from which ds was made in
-        // place, has been: without this, the products in progress hold 16 registers more than there are.
+        // ds moves to the registers that held p in 16 bits until dv was done. The next scores can then take those in
+        // which ds was made from p in place. Without this, the products in progress would hold 16 registers more than
+        // there are.
         move(moved_gradients, gradients, p.zero);
         if constexpr (kStartsEarly) start_scores(after);
         start_dk(member);
@@ -295,7 +300,8 @@ struct BwdConsumer : BwdResults<T> {
       wait_for_keys(s.v_full);
       start_dp(_0{});
       if constexpr (T::kMasked) to_next_step();
-      // What left through the stage at the end of the item before. The others know after the barrier in front().
+      // Waits until dk and dv of the item before have left the stage. The other threads know it after the barrier in
+      // front().
       if (T::kDqPath == DqPath::kTurns && is_speaker()) tma_store_wait<0>();
       front(true_type{}, _0{});
       constexpr auto last_member = Int<T::kMembers - 1>{};
@@ -325,7 +331,7 @@ struct BwdConsumer : BwdResults<T> {
     }
     if constexpr (T::kGathered) {
       wait_for_chunks(item);
-      // Of kv head and query head only the one is kept in a register that the steps need.
+      // To save a register, only one of kv head and query head is kept: the one that the steps need.
       const int head_k = T::kOrdered ? item.head_k : steps.head / p.head_ratio;
       if constexpr (T::kKeyBias) add_dbias(key_sums, item, head_k * p.head_ratio + p.group_begin);
       const int64_t sums = static_cast<int64_t>(item.batch) * p.nheads_k + head_k;
@@ -337,7 +343,7 @@ struct BwdConsumer : BwdResults<T> {
         add_grad(fragments<kFragmentsD>(acc_dk[0]), p.softmax_scale, p.dk_accum, sums);
       }
       if (takes_chunk_turns()) __threadfence();  // before the turn is passed on
-      sync_own();                                // all have read whose keys these are
+      sync_own();                                // all threads have read the facts, which are released below
       pass_chunk(item);
       release(s.facts_empty[facts_place.stage]);
       facts_place.advance();
@@ -355,8 +361,8 @@ struct BwdConsumer : BwdResults<T> {
     }
   }
 
-  // Probabilities of the scores. They have registers of their own: where a branch wrote those of the scores, which
-  // belong to a product, the compiler would run all products one after the other.
+  // Computes the probabilities of the scores. They have registers of their own: if a branch wrote those of the scores,
+  // which belong to a product, the compiler would serialize all products.
   template <class Steps>
   __device__ __forceinline__ void take_exp(const Scores& scores, Scores& probabilities, SoftcapFactors& factors,
                                            int stage, const Steps& steps, int n_block, KeptScores kept,
@@ -374,7 +380,7 @@ struct BwdConsumer : BwdResults<T> {
       s.bias_full[q_place.stage].wait(q_place.phase);
     }
   }
-  // Of the fragments 2 * part and 2 * part + 1, beside the rows of a stage of Q.
+  // Reads the bias of the fragments 2 * part and 2 * part + 1. `stage`: that of Q.
   __device__ __forceinline__ void read_bias(uint32_t (&words)[4], int part, int stage) const {
     load_matrices(words, bias_rows(T::kPairs ? bias_place.stage : stage) + part * (16 * kPanelRowBytes));
   }
@@ -382,7 +388,7 @@ struct BwdConsumer : BwdResults<T> {
 #pragma unroll
     for (int part = 0; part < T::kBiasAhead; ++part) read_bias(ahead[part], part, stage);
   }
-  // Whether rows and keys meet of which the one does not see the other, or one of which there is not.
+  // Whether some scores of the tile have to be masked.
   template <class Steps>
   __device__ __forceinline__ bool is_cut(const Steps& steps, int n_block) const {
     if constexpr (T::kGathered) {
@@ -421,7 +427,7 @@ struct BwdConsumer : BwdResults<T> {
       return {(is_hidden ? INT_MAX / 2 : seen_from) - own_row, 0};
     }
   }
-  // Read while the scores are computed.
+  // Called while the scores are computed.
   __device__ __forceinline__ KeptScores find_kept(RowTile tile, int n_block, int stage) const {
     KeptScores kept;
     if (tile.is_partial()) kept.read(smem_u32(s.mask.bits[stage]), consumer, warp, lane);
@@ -488,7 +494,7 @@ struct BwdConsumer : BwdResults<T> {
           x = __fmaf_rn(x, p.softmax_scale, bias.x);
           y = __fmaf_rn(y, p.softmax_scale, bias.y);
         }
-        // After the bias: what is cut may have any, even NaN.
+        // After the bias has been added: that of a masked score may be anything, even NaN.
         if (kIsCut && !sees(i, half, 0)) x = -INFINITY;
         if (kIsCut && !sees(i, half, 1)) y = -INFINITY;
         if constexpr (T::kBias) {
@@ -503,7 +509,7 @@ struct BwdConsumer : BwdResults<T> {
       }
     }
   }
-  // Keys past the last one get its number, and are cut later.
+  // Keys past the last one get its bias; their scores are masked.
   __device__ __forceinline__ void read_key_bias(const BwdItem& item) {
     const int head = heads_of(p, item).begin / p.bias.head_ratio;
     const int64_t base = item.batch * p.bias.batch_stride + head * p.bias.head_stride;
@@ -514,7 +520,7 @@ struct BwdConsumer : BwdResults<T> {
     }
   }
 
-  // Two products become logits, in units of 1.
+  // Turns two products of q and k into logits with softcap, and finds the derivatives of softcap.
   __device__ __forceinline__ void cap(float& x, float& y, uint32_t& factors) {
     const float inner = p.softmax_scale / p.softcap;
     x = tanh_fast(x * inner);
@@ -524,7 +530,7 @@ struct BwdConsumer : BwdResults<T> {
     y *= p.softcap;
   }
 
-  // Probabilities become gradients of the logits.
+  // Turns probabilities into gradients of the logits.
   __device__ __forceinline__ void take_ds(Scores& probabilities, const Scores& dp, const SoftcapFactors& factors,
                                           int stage) {
     const float* delta = s.delta[stage] + lane % 4 * 2;
@@ -589,7 +595,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) bwd_kernel(const __grid_consta
     cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
     BwdConsumer<T> consumer(p, s);
     consumer.run();
-    // What is being read from shared memory needs it to be there.
+    // TMA may still be reading shared memory, which has to exist until it is done.
     if (threadIdx.x % 128 == 0) cute::tma_store_wait<0>();
   }
 }

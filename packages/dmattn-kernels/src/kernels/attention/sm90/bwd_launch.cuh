@@ -14,22 +14,24 @@
 namespace dmattn {
 namespace sm90 {
 
-// Q, dO and the fp32 dq of the heads in progress stay in L2. On an H200 20 MB were the best of 20, 40, 80 and 400, by
-// 1% to 8%.
+// Bytes of Q, dO and the fp32 dq of the parts of a section, which are to stay in L2. On an H200 20 MB were the best of
+// 20, 40, 80 and 400, by 1% to 8%.
 constexpr int64_t kBwdSectionBytes = 20 << 20;
 
-// As many items for each thread block are in the last section, whose longest items come first: fewer, and some thread
-// blocks would still have such an item when the others have nothing left.
+// The last section has at least this many items for each thread block. Its longest items come first: with fewer items
+// some thread blocks would still have such an item when the others have nothing left.
 constexpr int32_t kLastItems = 3;
 
-// Where dq is added up in order: thread blocks (of wide heads: clusters) that take turns at the same rows, if there are
-// heads enough. The more of them begin together, the longer does the last one wait for its first turn. Behind a mask that
-// leaves out half of the tiles fewer heads at a time are worth more of that, as what they read stays in L2: 1.29 and 1.31
-// times the time without an order with 32 and 16 thread blocks for each of 16 heads of 16384 rows, 1.41 with 8; but not
-// under causality, with 1.49, 1.33 and 1.29.
+// Where dq is added up in order: how many thread blocks (for wide heads: clusters) work on the rows of a head at a
+// time, if there are enough heads. The more of them begin together, the longer the last one waits for its first turn;
+// the fewer, the more heads there are at a time, and the less stays in L2 of what they read. kBlocksOfEvenTurns is for
+// the kernels with a mask or a bias, without causality: a mask that leaves half of the tiles of 16384 rows of 16 heads
+// takes 1.41, 1.31 and 1.29 times as long as without an order with 8, 16 and 32 thread blocks for each head, but under
+// causality 1.29, 1.33 and 1.49 times.
 constexpr int64_t kBlocksOfTurns = 8, kBlocksOfEvenTurns = 24;
 
-// Sections of parts whose rows take so many bytes, and the rest in one that evens out what thread blocks have to do.
+// Chooses sections of parts whose rows take kBwdSectionBytes, and a last one that evens out the work of the thread
+// blocks. part_bytes: of the rows of a part.
 template <class T>
 void choose_sections(BwdArguments& a, int64_t part_bytes, int64_t items_of_part, int64_t blocks) {
   a.sections = 0;
@@ -44,7 +46,7 @@ void choose_sections(BwdArguments& a, int64_t part_bytes, int64_t items_of_part,
   a.sections = static_cast<int32_t>((a.all_parts - last_parts) / a.section_parts);
 }
 
-// The map of a tensor of rows or of keys, of which a box has so many.
+// The map of a tensor of rows or of keys, with boxes of `rows` of them.
 template <class T>
 cudaError_t map_rows(const TensorMapper& mapper, CUtensorMap& to, const void* tensor, const Strides3& stride,
                      const TensorExtents& extents, int rows) {
@@ -55,11 +57,11 @@ cudaError_t map_rows(const TensorMapper& mapper, CUtensorMap& to, const void* te
   }
 }
 
-// Of the parts of a block of keys, how many share out the rows of the same heads: more than one only where there are
+// How many parts of a block of keys divide the rows of the same heads between them: more than one only if there are
 // more parts than heads, and then the same number for each head.
 inline int32_t row_splits_of(int32_t num_splits, int32_t heads) { return std::max(1, num_splits / heads); }
 
-// What a tile of keys is, and where its dk and dv go.
+// Consecutive keys: the maps of K and V, where dk and dv go, and how items are numbered.
 template <class T>
 cudaError_t fill_tiles(BwdArguments& a, const BwdParams& p, int64_t blocks, const TensorMapper& mapper) {
   const TensorExtents keys = {p.batch, p.seqlen_k, p.nheads_k, p.head_dim};
@@ -94,7 +96,7 @@ inline bool has_tma_dbias(const BwdParams& p) {
   const bool is_wide = p.bias.kind == BiasKind::kDirect || p.dbias_kind == DbiasKind::kAccum;
   return p.dbias_kind == DbiasKind::kNone || has_tma_rows(p.dbias, dbias_strides(p), is_wide ? 4 : 2);
 }
-// Whether rows of a 16-bit bias do not start on 16 bytes, and there is no gradient, whose rows may.
+// Whether there is a 16-bit bias whose rows do not start on 16 bytes, without a gradient.
 inline bool has_odd_bias_alone(const BwdParams& p) {
   return p.dbias_kind == DbiasKind::kNone && p.bias.kind == BiasKind::kTile &&
          !has_tma_rows(p.bias.ptr, bias_strides(p), 2);
@@ -114,7 +116,7 @@ inline void fill_bias_sharing(BwdArguments& a, const BwdParams& p) {
 inline TensorExtents bias_extents(const BwdParams& p, int32_t batch_step, int32_t head_ratio) {
   return {batch_step != 0 ? p.batch : 1, p.seqlen_q, p.nheads / head_ratio, p.seqlen_k};
 }
-// The bias as tiles; where its gradient goes.
+// Up to head_dim 128: where the bias is, as tiles if TMA takes its rows, and where its gradient goes.
 template <class T>
 cudaError_t fill_bias(BwdArguments& a, const BwdParams& p) {
   const BiasParams& bias = p.bias;
@@ -151,8 +153,8 @@ cudaError_t fill_bias(BwdArguments& a, const BwdParams& p) {
   }
   return mapper.map(a.dbias_tiles, p.dbias, to, extents, T::kBlockM);
 }
-// Of wide heads, which read the bias from memory. TMA brings it into the L2 cache where it can, and takes the gradient
-// of one in 16 bits away where it can.
+// The same for wide heads, whose consumers read the bias from memory. Where its rows start on 16 bytes, TMA brings it
+// into the L2 cache before. TMA stores or adds a gradient in 16 bits, if its rows do.
 template <class T>
 cudaError_t fill_wide_bias(BwdArguments& a, const BwdParams& p) {
   const BiasParams& bias = p.bias;
@@ -199,16 +201,17 @@ cudaError_t fill_mask(BwdArguments& a, const BwdParams& p) {
   return mapper.map(a.mask_bits, mask.bits, strides, {mask.batch, mask.rows, mask.heads, mask.words_per_row},
                     T::kBlockM);
 }
-// Chunks of a group: about as many tiles as there are thread blocks. Groups are of the same size, as in a small last
-// one tiles would wait for those before them. `tiles`: of the list of a row block, which most of a chunk's tiles are.
+// How many chunks make a group: so many that the group has about as many tiles as there are thread blocks. All groups
+// are of about the same size: in a small last one, tiles would wait for those before them. `tiles`: of the list of a
+// row block, which are most of a chunk's tiles.
 inline int32_t group_chunks_of(const BwdArguments& a, int64_t blocks, int64_t tiles) {
   const int64_t chunks = a.keys.blocks;
   if (a.terms.first == nullptr || chunks == 0) return 1;
   const int64_t groups = std::clamp<int64_t>(chunks * tiles * a.all_parts / std::max<int64_t>(blocks, 1), 1, chunks);
   return static_cast<int32_t>((chunks + groups - 1) / groups);
 }
-// Neighbouring items are of as many heads as a section has, and the tiles of a chunk read the same rows. Row blocks
-// have lists of their own, whose room says about how long those of chunks are.
+// Chooses sections over lists. The tiles of a chunk read the same rows, so that a part counts with the rows of a
+// chunk. Where row blocks have lists of their own, the capacity of these says about how long those of chunks are.
 template <class T>
 void choose_list_sections(BwdArguments& a, const BwdParams& p, int64_t blocks) {
   a.sections = 0;
@@ -315,7 +318,7 @@ cudaError_t launch_bwd_kernel(const KernelChoice& choice, const BwdParams& p, cu
                                  arguments, stream);
 }
 
-// A cluster for each block of keys: the plan's are the thread blocks that there is room for at a time.
+// Launches a cluster for each item. choice.blocks is the number of thread blocks that the GPU has room for at a time.
 template <class T>
 cudaError_t launch_wide_bwd_kernel(const KernelChoice& choice, const BwdParams& p, cudaStream_t stream) {
   if (!has_planned_tile<T>(choice)) return cudaErrorInvalidConfiguration;

@@ -1,5 +1,5 @@
-// A dense mask or a window of keys in the Hopper backward: the tiles of an item that it leaves, as the producer walks
-// and announces them, and which of a thread's scores it keeps.
+// A dense mask or a window of keys in the Hopper backward: which tiles of an item it leaves, in the order in which the
+// producer announces them, and which of a thread's scores it keeps.
 #pragma once
 
 #include "bwd_bias.cuh"
@@ -8,8 +8,8 @@
 namespace dmattn::sm90 {
 
 // The tiles of an item that a dense mask leaves, in the order of RowSteps; or, where dq is added up in order and the
-// heads have the same tiles, in that of HeadSteps. The producer has few registers: it keeps the states of 32 blocks of
-// rows, and finds the place of the next ones anew.
+// heads have the same tiles, in that of HeadSteps. The producer has few registers, so that this keeps the states of 32
+// blocks of rows alone, and computes where the next ones are when it needs them.
 template <class T>
 class MaskedRows {
  public:
@@ -39,7 +39,8 @@ class MaskedRows {
     const bool is_ordered = T::kHasTurnWarps || (T::kCluster > 1 && p_.dq_semaphore != nullptr);
     return is_ordered && (p_.mask.bits == nullptr || p_.mask.head_ratio % p_.head_ratio == 0);
   }
-  // Of word_: a block of rows is a cell of the mask, a block of keys two, of which the last may not exist.
+  // Reads the states of word_. A block of rows is one cell of the mask, a block of keys two, of which the last may not
+  // exist.
   __device__ __forceinline__ void read_states() {
     static_assert(T::kBlockM == kMaskBand && T::kBlockN == 2 * kMaskBand);
     const MaskBits& mask = p_.mask;
@@ -51,7 +52,7 @@ class MaskedRows {
     } else {
       find_states();
     }
-    // Rows without any of the keys have a gradient of zeros, which the item writes.
+    // Rows to which the mask leaves no key stay, too, as the item writes their gradient of zeros.
     if constexpr (T::kFewKeys) any_ = 0xffffffffu;
     if (begin > 0) any_ &= 0xffffffffu << begin;
     if (end < 32) any_ &= (1u << end) - 1;
@@ -69,12 +70,13 @@ class MaskedRows {
 
   const BwdArguments& p_;
   const BwdItem& item_;
-  HeadRange heads_;  // whose tiles are left: of the first one those of any_, and of the words before word_
-  int word_;         // of the states
+  HeadRange heads_;  // heads that are left; of the first one, the tiles in any_ and in the words before word_
+  int word_;         // which word of the states is in any_ and all_
   uint32_t any_ = 0, all_ = 0;
 };
 
-// Blocks of keys before the item's that add to the dq of these rows: those that MaskedRows has them meet. Whole warp.
+// How many blocks of keys before the item's add to the dq of these rows: those that the mask and the window leave.
+// Whole warp.
 template <class T>
 __device__ __forceinline__ int blocks_before(const BwdArguments& p, const BwdItem& item, int head, int m, int lane) {
   const int first = first_block_of_window<T>(p, m);
@@ -95,14 +97,15 @@ __device__ __forceinline__ int blocks_before(const BwdArguments& p, const BwdIte
   return __reduce_add_sync(0xffffffffu, blocks);
 }
 
-// BwdSteps as the consumers see them where they are announced, beside the Q of each.
+// The steps of an item as its consumers see them where they are announced beside their Q.
 template <class T>
 struct AnnouncedSteps {
   RowTile tile;
   int head, m;
 
   __device__ __forceinline__ void read(const RowTile& announced) {
-    tile.word = __shfl_sync(0xffffffffu, announced.word, 0);  // of all warps alike
+    // By the shuffles the compiler knows that all lanes have the same values.
+    tile.word = __shfl_sync(0xffffffffu, announced.word, 0);
     head = tile.head = __shfl_sync(0xffffffffu, announced.head, 0);
     m = tile.m();
   }
@@ -122,13 +125,14 @@ __device__ __forceinline__ bool hides_key(const BwdArguments& p, const BwdItem& 
   return !(kept >> key % 32 & 1);
 }
 
-// Of a mask that is the same for all rows and for the heads of a group, without tiles of bits.
+// The number of the item's mask, where that is the same for all rows and for the heads of a group, and is read from
+// memory.
 __device__ __forceinline__ int64_t find_key_mask(const BwdArguments& p, const BwdItem& item) {
   const MaskBits& mask = p.mask;
   return static_cast<int64_t>(mask.batch > 1 ? item.batch : 0) * mask.heads +
          item.head_k * p.head_ratio / mask.head_ratio;
 }
-// Whether it leaves none of the item's keys: then their rows are not loaded.
+// Whether such a mask leaves none of the item's keys: then their rows are not loaded.
 __device__ __forceinline__ bool hides_item(const BwdArguments& p, const BwdItem& item) {
   const MaskBits& mask = p.mask;
   if (mask.bits == nullptr) return false;
@@ -137,8 +141,8 @@ __device__ __forceinline__ bool hides_item(const BwdArguments& p, const BwdItem&
   const int64_t other = band + 1 < mask.bands_k ? one + mask.words_q : one;
   return (__ldg(mask.any_cols + one) | __ldg(mask.any_cols + other)) == 0;
 }
-// Which of a thread's two keys of an item it hides, a bit each, and with a third one whether it hides any of the
-// warp's.
+// Which of a thread's two keys of an item such a mask hides (bits 0 and 1), and whether it hides any key of the warp
+// (bit 2).
 struct HiddenKeys {
   uint32_t bits = 0;
 
@@ -158,16 +162,16 @@ struct HiddenKeys {
   }
 };
 
-// What the mask, causality, a window and the lengths leave of a thread's scores of a tile: of row 8 i + e of its own
-// and of its key `half`, bit i + 8 * half + 16 * e.
+// Which of a thread's scores of a tile the mask, causality, a window and the lengths leave: bit i + 8 * half + 16 * e
+// is that of key `half` and of row 8 i + e, counted from the thread's first row.
 struct KeptScores {
   uint32_t bits = 0xffffffffu;
 
   __device__ __forceinline__ bool has(int i, int half, int e) const { return bits >> (i + 8 * half + 16 * e) & 1; }
-  // A tile's bits in shared memory: 16 bytes a row. A warp has 16 keys of each, a half-word; of these the thread wants
-  // bits lane / 4 and 8 more, of the rows 8 i + lane % 4 * 2 and the next ones. Eight rows are an 8 x 8 matrix of
-  // half-words, of which the transposing read gives those two rows to each of four lanes, for one of the half-words;
-  // the warp's own lies with lanes that it then asks.
+  // Reads the tile's bits from shared memory, 16 bytes a row. A warp has 16 keys of each row, a half-word. The thread
+  // needs bits lane / 4 and lane / 4 + 8 of it, for the rows 8 i + lane % 4 * 2 and the next ones. Eight rows of eight
+  // half-words are a matrix. When it is read transposed, lane l gets half-word l / 4 of row l % 4 * 2 and of the next
+  // one. Lane `asked` has the half-word of the thread's warp, of the thread's rows.
   __device__ __forceinline__ void read(uint32_t tile, int consumer, int warp, int lane) {
     const int asked = 4 * (4 * consumer + warp) + lane % 4;
     bits = 0;
@@ -182,7 +186,7 @@ struct KeptScores {
       }
     }
   }
-  // Of the thread's rows those before `first`, counted from its own first one, do not see the key.
+  // The thread's rows before `first`, counted from its first one, do not see the key.
   __device__ __forceinline__ void cut(int half, int first) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) bits &= ~(before(first, e) << (8 * half + 16 * e));
@@ -192,7 +196,7 @@ struct KeptScores {
 #pragma unroll
     for (int e = 0; e < 2; ++e) bits &= ~((before(end, e) ^ 0xffu) << (8 * half + 16 * e));
   }
-  // The i with 8 i + e < row, a bit each.
+  // A bit for each i with 8 i + e < row.
   static __device__ __forceinline__ uint32_t before(int row, int e) {
     return (1u << min(max((row - e + 7) >> 3, 0), 8)) - 1;
   }

@@ -21,89 +21,107 @@ struct DbiasSums {
 struct BwdArguments {
   CUtensorMap q, dout;       // dimensions (head_dim, seqlen, heads, batch)
   CUtensorMap k, v, dk, dv;  // likewise; not over lists
-  const float* lse;  // times log2(e), but with a bias; [batch][nheads][seqlen_q_rounded], +inf where there is no row
-  const float* lse_rest;  // with a bias: what is missing of lse, times log2(e)
-  const float* delta;     // likewise; 0 where there is no row
-  // fp32, zero before the launch, in units of 1 / softmax_scale: [batch][nheads][dq_blocks][dq_tile], each tile in the
-  // order of DqTile.
+  // [batch][nheads][seqlen_q_rounded], +inf where there is no row. Times log2(e), except with a bias: then in natural
+  // units.
+  const float* lse;
+  const float* lse_rest;  // with a bias: what lse lacks of the log-sum-exp, times log2(e); shaped like lse
+  const float* delta;     // shaped like lse; 0 where there is no row
+  // fp32 sums of dq / softmax_scale, zero before the launch: [batch][nheads][dq_blocks][dq_tile]. The elements of a
+  // tile are in the order of DqTile.
   float* dq_accum;
-  int32_t dq_tile;  // elements: kBlockM * kTileDim, or without the last fragments, which have no columns of head_dim
-  uint32_t dq_last_bytes;  // of them, the part of the second of two consumers; worked out in the loop it costs 1%
-  // [batch][nheads][dq_blocks], zero before the launch: blocks of keys that have added to a tile of dq; of wide heads,
-  // consumers. nullptr: nobody waits for a turn.
+  // Elements of a tile: kBlockM * kTileDim, or fewer where the last fragments lie beyond head_dim and are left out.
+  int32_t dq_tile;
+  uint32_t dq_last_bytes;  // bytes of the second consumer's part of a tile; computing this in the loop costs 1%
+  // [batch][nheads][dq_blocks], zero before the launch: how many blocks of keys (over lists, tiles of the chunk) have
+  // added to a tile of dq. For wide heads, and with kHasTurnWarps, each consumer counts. nullptr: nobody waits for a
+  // turn.
   int32_t* dq_semaphore;
-  // fp32 [batch][nheads_k][n_blocks][kBlockN][kTileDim], added to instead of dk and dv, where several items or launches
-  // have parts of a block of keys. nullptr: an item has all that sees its keys. Of packed sequences
-  // [nheads_k][total_k][head_dim].
+  // fp32 [batch][nheads_k][n_blocks][kBlockN][kTileDim], for packed sequences [nheads_k][total_k][head_dim]: added to
+  // in place of dk and dv where several items or launches contribute to a block of keys. nullptr: one item has all
+  // contributions.
   float* dk_slots;
   float* dv_slots;
   int32_t seqlen_q, seqlen_k, seqlen_q_rounded, nheads, nheads_k, head_ratio;
-  int32_t group_begin, group_heads;  // of each group of query heads, those that this launch has
-  int32_t dq_blocks;                 // blocks of rows a head that dq_accum has
-  int32_t m_blocks, n_blocks;        // blocks of rows and of keys of a head; over lists, tiles that a list has room for
-  // Parts of what sees a block of keys, each an item of its own: shares of the query heads, times row_splits of their
-  // rows.
+  int32_t group_begin, group_heads;  // of each group, this launch has group_heads query heads from group_begin on
+  int32_t dq_blocks;                 // blocks of rows of a head in dq_accum
+  // Blocks of rows and of keys of a head; over lists, n_blocks is the tiles that a list has room for.
+  int32_t m_blocks, n_blocks;
+  // Parts that a block of keys is divided into, each an item of its own: num_splits / row_splits shares of the query
+  // heads, each of them divided into row_splits shares of their rows.
   int32_t num_splits, row_splits;
-  int32_t items;  // n_blocks * all_parts; over lists, times the number of chunks
-  // Sections of as many parts (of groups, of all batches), whose blocks of keys are done before those of the next
-  // section begin, so that what they read and add to stays in L2. One more section has the rest of all parts. Lists:
-  // see choose_list_sections().
+  // n_blocks * all_parts; over lists, times the number of chunks. Mirrored: 2 * pairs_of_part() * all_parts.
+  int32_t items;
+  // Parts (all_parts in all groups and batches) are taken in sections of section_parts. The blocks of keys of a
+  // section are done before those of the next one begin, so that what they read and add to stays in L2. After
+  // `sections` sections of this size, one more has the remaining parts. Over lists see choose_list_sections().
   int32_t section_parts, sections, all_parts;
-  // Items are numbered two by two, see find_mirrored_item(). Then some of `items` are none.
+  // Items are numbered in pairs, see find_mirrored_item(). Some of the `items` numbers then stand for no item.
   bool mirrors_items;
   float softmax_scale, softcap;
   bool is_causal;
-  // Number of items that thread blocks have taken, zero before the launch. Where no block waits for another's turn each
-  // has its first by its own number, and those do not count. Wide heads do without it then. Over lists, unless an item
-  // has all rows or sums are in a fixed order: the first of ListNumbers.
+  // How many items (or mirrored pairs) thread blocks have taken, zero before the launch. In kernels that cannot add dq
+  // up in order (see BwdProducer::kInOrder), the first item of a thread block follows from the block's number and is
+  // not counted. Kernels of wide heads use the counter only where clusters take turns. Over lists in any order:
+  // ListNumbers::taken, unless lists_as_they_are is set.
   int32_t* work_counter;
-  uint32_t zero;  // 0, for BwdConsumer::move()
+  uint32_t zero;  // 0, which the compiler does not know: see move()
 
   // --- a bias ---
-  BiasParams bias;    // of each key: kNone, or kKey, the same for all heads of an item
+  BiasParams bias;    // of each key (kKey), the same for all heads of an item; kNone: no such bias
   float* dbias_cols;  // its gradient: fp32 [batch][nheads][seqlen_k], added to; nullptr: not asked for
 
   // --- a dense bias ---
-  CUtensorMap bias_tiles;   // dimensions (seqlen_k, seqlen_q, heads, batch), 1 where it is the same for all of them
-  BiasRows bias_rows;       // instead, where TMA does not take them; wide heads always read these
-  int32_t bias_tile_keys;   // wide heads: of a box of bias_tiles, which only bring the bias into the L2 cache; 0: none
-  int32_t bias_head_ratio;  // query heads to a head of bias_tiles
-  int32_t bias_batch_step;  // 0: one bias for all batches; 1
+  // Dimensions (seqlen_k, seqlen_q, heads, batch). The extent of heads or batch is 1 where all of them share the bias.
+  CUtensorMap bias_tiles;
+  BiasRows bias_rows;  // in place of bias_tiles where TMA does not take its rows; wide heads always read these
+  // Wide heads: keys of a box of bias_tiles, by which TMA brings the bias into the L2 cache. 0: it does not.
+  int32_t bias_tile_keys;
+  int32_t bias_head_ratio;  // query heads that share a head of the bias
+  int32_t bias_batch_step;  // 0: all batches share one bias; 1: each has its own
   int32_t batches;
   DbiasKind dbias_kind;
-  CUtensorMap dbias_tiles;   // kTile, kPair, kAccum in fp32: like bias_tiles
-  DbiasSums dbias_sums;      // kAccum otherwise
-  DbiasRows dbias_rows;      // instead of both, where the rows do not start on 16 bytes
-  int32_t dbias_head_ratio;  // query heads to a head of dbias
-  int32_t dbias_batch_step;  // 0: one for all batches; 1
-  // kAccum in a fixed order: [batches of dbias][heads of dbias][m_blocks][n_blocks], zero before the launch: consumers
-  // that have added to a tile. nullptr: nobody waits for a turn.
+  // Up to head_dim 128: kTile, kPair, and kAccum where TMA adds in fp32 (an fp32 bias, and pairs). Wide heads: kTile
+  // and kPair in 16 bits. Dimensions like those of bias_tiles.
+  CUtensorMap dbias_tiles;
+  DbiasSums dbias_sums;  // kAccum beside a 16-bit bias
+  // In place of both, where TMA does not take the rows; for an fp32 bias wide heads always use these.
+  DbiasRows dbias_rows;
+  int32_t dbias_head_ratio;  // query heads that share a head of dbias
+  int32_t dbias_batch_step;  // 0: all batches share one; 1: each has its own
+  // kAccum in a fixed order: [batches of dbias][heads of dbias][m_blocks][n_blocks], zero before the launch: how many
+  // consumers have added to a tile. nullptr: nobody waits for a turn.
   int32_t* dbias_semaphore;
 
-  // --- a dense mask; with a bias in fp32 one that is the same for all rows and for the heads of a group ---
+  // --- a dense mask; up to head_dim 128, one beside an fp32 bias is the same for all rows and heads of a group ---
   MaskBits mask;          // bits == nullptr: there is none
   CUtensorMap mask_bits;  // dimensions (words_per_row, rows, heads, batch) of `mask`
 
   // --- lists ---
   GatheredTensor gathered_k, gathered_v;
   KeyList keys;            // of chunks of rows; end == nullptr: no row stops seeing a key
-  bool all_rows_see;       // a key of a list is seen by rows before its own, too
-  bool lists_as_they_are;  // items are the tiles of the mask's list: nobody has counted them (ListNumbers)
-  const int2* tile_rows;   // first and last + 1 block of rows that see a tile: [list][n_blocks]; equal: there is none
-  // [batch][nheads_k][chunks], zero before the launch: consumers that have added the dk and dv of a tile. nullptr:
-  // nobody waits for their turn; where sums are in a fixed order, `terms` has them. Consecutive keys, in a fixed order:
-  // [batch][nheads_k][n_blocks][64 keys], the parts of a block of keys that have been added; of wide heads, their dk
-  // and dv one by one. nullptr: there are none.
+  bool all_rows_see;       // all rows see a listed key, those before its position, too
+  bool lists_as_they_are;  // items are the tiles of the mask's own list, which are not counted (no ListNumbers)
+  // [list][n_blocks]: the first block of rows that sees a tile, and the last one + 1. Equal: the list has no such
+  // tile.
+  const int2* tile_rows;
+  // Counters of turns at dk and dv in a fixed order, zero before the launch. nullptr: nobody waits for a turn.
+  // Lists: [batch][nheads_k][chunks], how many consumers have added the dk and dv of a tile of the chunk. nullptr also
+  // where what chunks add is kept apart (`terms`), and where a sole chunk has all rows: no other item has its keys
+  // then, and dk and dv are stored (dk_rows, dv_rows).
+  // Consecutive keys in several parts: [batch][nheads_k][n_blocks][kBlockN / 64], how many parts have been added to
+  // the dk and dv of 64 keys; for wide heads dk and dv count one each.
   int32_t* dkv_semaphore;
-  float* dk_accum;  // fp32 [batch][nheads_k][seqlen_k][head_dim], added to; or those of `terms`
+  // fp32 [batch][nheads_k][seqlen_k][head_dim], added to; or dk and dv of `terms`, which are stored.
+  float* dk_accum;
   float* dv_accum;
-  RowsOfOut dk_rows, dv_rows;  // instead, where no other item has the keys of a tile; data == nullptr: otherwise
+  // In place of the sums, where no other item has the keys of a tile. data == nullptr: there are sums.
+  RowsOfOut dk_rows, dv_rows;
   int32_t head_dim;
 
-  RowsOfOut dq_rows;  // DqPath::kRows: dq, in place of dq_accum
+  RowsOfOut dq_rows;  // DqPath::kRows: dq itself, in place of dq_accum
 
-  // Consecutive keys, where steps are announced: > 0: a row sees so many keys, the last of them at its own position. 0:
-  // all up to there.
+  // Consecutive keys, in kernels with kWindows. > 0: a row sees this many keys, the last of them at its own position.
+  // 0: there is no window.
   int32_t window;
   // --- packed sequences ---
   // The maps of tensors are those of TensorMapper::map_packed(), batch is 1, seqlen_q and seqlen_k bound the lengths,
@@ -111,10 +129,11 @@ struct BwdArguments {
   Packing packing;
 
   // --- lists, sums in a fixed order ---
-  ChunkTerms terms;      // where dk, dv and dbias go unless dkv_semaphore says that chunks take turns
-  int32_t group_chunks;  // chunks whose tiles are taken side by side: see find_list_item()
+  // Where dk, dv and dbias of each chunk go. first == nullptr: chunks take turns, or a sole one has all rows.
+  ChunkTerms terms;
+  int32_t group_chunks;  // chunks whose tiles are taken side by side: see find_grouped_item()
   // --- pairs ---
-  // From the first member to the second: to the next head of keys, or to the next batch. One is 1, the other 0.
+  // Steps from the first member to the second: to the next kv head, or to the next batch. One is 1, the other 0.
   int32_t pair_head_step, pair_batch_step;
 };
 

@@ -19,20 +19,20 @@ struct BwdProducer {
   RingPlace<T::kStagesBias> bias_place;  // kPairs, kWideBias
   KvPlace<T::kStagesKv> kv_place;        // of consecutive keys
   ListNumbering numbering = {};          // of lists, in any order
-  bool has_next = false;                 // likewise: the item behind this one has been announced
+  bool has_next = false;                 // of lists, in any order: the item after the current one has been announced
 
   static constexpr bool kInOrder = T::kOrdered || T::kHasTurnWarps;
 
-  // Where dq is added up in order, no item belongs to a thread block before it runs, not even the first: blocks that do
-  // run wait for items with lower numbers, and nobody knows whether all blocks have an SM at the same time. And an item
-  // that is taken begins soon, as those behind it wait for its turns.
+  // Where dq is added up in order, a thread block takes all its items from the counter, even the first one: thread
+  // blocks that run wait for items with lower numbers, and it is not known whether all thread blocks have an SM at the
+  // same time. An item is taken only shortly before it begins, as items with higher numbers wait for its turns.
   __device__ __forceinline__ void run() {
     if constexpr (T::kGathered && !T::kOrdered) return run_over_lists();
-    const int first = kInOrder ? 0 : gridDim.x;  // of the items that are counted
+    const int first = kInOrder ? 0 : gridDim.x;  // the first item, or mirrored pair, that is taken from the counter
     const int own = is_mirrored() ? 2 * blockIdx.x : blockIdx.x;
     for (int index = kInOrder ? atomicAdd(p.work_counter, 1) : own;;) {
       if constexpr (T::kMasked) {
-        // The item is announced with whether the mask leaves anything of it.
+        // load_masked_item() announces the item, with whether the mask leaves it any rows.
         if (index >= p.items) return announce({index, 0});
         load_masked_item(index);
         index = first + atomicAdd(p.work_counter, 1);
@@ -46,9 +46,9 @@ struct BwdProducer {
     }
   }
 
-  // The next item is looked for beside the last steps of this one, so that what is asked of its keys is there in time,
-  // and the keys are, too, where they have a stage. Not sooner: the last items would gather in thread blocks that still
-  // have one.
+  // How many steps before the end of an item the next one is looked for, so that the facts of its keys arrive in time,
+  // and the keys as well where they have a second stage. If it were looked for earlier, the last items would go to
+  // thread blocks that are still at work on another one.
   static constexpr int kStepsAhead = T::kStagesKv > 1 ? 6 : 3;
 
   __device__ __forceinline__ void run_over_lists() {
@@ -56,15 +56,15 @@ struct BwdProducer {
     has_next = announce_listed(blockIdx.x);
     while (true) {
       while (!has_next) find_next();
-      const typename T::Announced item = s.item[item_place.stage ^ 1];  // the last that was announced
+      const typename T::Announced item = s.item[item_place.stage ^ 1];  // the one that was announced last
       if (item.index >= p.items) return;
       has_next = false;
       load_item(find_item<T>(p, item), [] { return 0; });
     }
   }
   __device__ __forceinline__ void find_next() { has_next = announce_listed(gridDim.x + atomicAdd(p.work_counter, 1)); }
-  // Announces the item of that number, or that there are no more. false: there is none of that number, as lists have
-  // room for more tiles than they fill.
+  // Announces the item with this number, or that there are no more. Returns false if the number stands for no tile, as
+  // lists have room for more tiles than they fill.
   __device__ __forceinline__ bool announce_listed(int number) {
     const ListRoom room = list_room_of(p);
     if (number >= numbering.items(room)) {
@@ -79,12 +79,12 @@ struct BwdProducer {
   }
 
   __device__ __forceinline__ bool is_mirrored() const { return T::kMirrors && p.mirrors_items; }
-  // Of consecutive keys in any order. `first`: of the items, or pairs of mirrored ones, that are counted.
+  // Takes the next item over consecutive keys, in any order. `first`: see run().
   __device__ __forceinline__ int take_index(int first) const {
     const int next = first + atomicAdd(p.work_counter, 1);
     return is_mirrored() ? 2 * next : next;
   }
-  // Behind `item`, of which the second may be left.
+  // The item after `item`: the second one of its pair, if there is one, or one from the counter.
   __device__ __forceinline__ int index_behind(const typename T::Announced& item, int first) const {
     if (is_mirrored() && item.index % 2 == 0) {
       bool has_second;
@@ -98,8 +98,8 @@ struct BwdProducer {
     return take_index(first);
   }
 
-  // The item, or the next one that there is: lists have room for more tiles than they fill, and packed sequences have
-  // numbers for more blocks of keys than there are.
+  // The item with this number, or the next one that exists: lists have room for more tiles than they fill, and packed
+  // sequences have numbers for more blocks of keys than there are.
   __device__ __forceinline__ typename T::Announced look_up(int index, int first) const {
     if constexpr (T::kGathered) {
       for (; index < p.items; index = first + atomicAdd(p.work_counter, 1)) {
@@ -125,9 +125,9 @@ struct BwdProducer {
     item_place.advance();
   }
 
-  // Returns what `take_next` does, the number of the next item. It is asked for beside the last loads, which wait for the
-  // consumers: the answer is there when they have been issued, and blocks with long items are not given another one
-  // before others are done with theirs.
+  // Returns the number of the next item, which `take_next` finds. It is asked for beside the last loads, which wait
+  // for the consumers: the answer arrives meanwhile. If it were asked for earlier, thread blocks with long items would
+  // take another one before others are done with theirs.
   template <class TakeNext>
   __device__ __forceinline__ int load_item(const Item& item, TakeNext take_next) {
     BwdSteps<T> steps(p, item);
@@ -139,7 +139,8 @@ struct BwdProducer {
       load_pair(item, steps);
       return take_next();
     }
-    // Rows come in while the consumers still need the keys of the item before. Listed keys are copied by others.
+    // The first rows are loaded before the keys, for which the consumers may still need the stage. Listed keys are
+    // copied by other warps.
     if constexpr (T::kDenseBias) load_bias(steps.head, steps.m, item);
     load_q(steps.head, steps.m, item, 0);
     if constexpr (!T::kGathered) load_keys(p.k, s.k, s.k_full, s.k_empty, item);
@@ -150,13 +151,13 @@ struct BwdProducer {
     }
     steps.advance();
     int next = steps.left > 0 ? 0 : take_next();
-#pragma unroll 1  // in the producer's few registers there is no room for more
+#pragma unroll 1  // few registers
     for (; steps.left > 0; steps.advance()) {
       if (!kInOrder && steps.left == 1) next = take_next();
       if constexpr (T::kGathered && !T::kOrdered) {
         if (!has_next && steps.left <= kStepsAhead) find_next();
       }
-      // In the order in which the consumers are done with what the stages held.
+      // In the order in which the consumers release the stages.
       if constexpr (T::kWideBias) {
         load_dout(steps.head, steps.m, item);
         load_q(steps.head, steps.m, item, 0);
@@ -174,7 +175,7 @@ struct BwdProducer {
     return next;
   }
 
-  // A tile of the bias, and then the rows of both members.
+  // Loads a tile of the bias, and then the rows of both members, for each block of rows.
   __device__ __forceinline__ void load_pair(const BwdItem& item, BwdSteps<T>& steps) {
     const auto load_second = [&] {
       const BwdItem second = item_of_member<T>(p, item, 1);
@@ -191,7 +192,7 @@ struct BwdProducer {
     kv_place.advance();
     load_second();
     steps.advance();
-#pragma unroll 1  // in the producer's few registers there is no room for more
+#pragma unroll 1  // few registers
     for (; steps.left > 0; steps.advance()) {
       load_bias(steps.head, steps.m, item);
       load_dout(steps.head, steps.m, item);
@@ -200,13 +201,14 @@ struct BwdProducer {
     }
   }
 
-  // The tiles that the mask leaves, each announced beside its Q. One is looked for ahead, to know which is the last.
+  // Loads the tiles that the mask leaves, each announced beside its Q. The next tile is found before one is announced,
+  // to know which is the last.
   __device__ __forceinline__ void load_masked_item(int index) {
     const BwdItem item = find_tiled_item<T>(p, index);
     MaskedRows<T> rows(p, item);
     RowTile tile = rows.next();
     announce({index, tile.exists()});
-#pragma unroll 1  // in the producer's few registers there is no room for more
+#pragma unroll 1  // few registers
     for (bool is_first = true; tile.exists(); is_first = false) {
       const RowTile after = rows.next();
       tile = tile.as_last(!after.exists());
@@ -224,8 +226,9 @@ struct BwdProducer {
       tile = after;
     }
   }
-  // Q, and what the consumers have to know of its rows. They read the word after they have waited for Q, and each of
-  // their threads has before the barrier of the step's ds, which comes before the stage is released: see work().
+  // Loads Q, and announces what the consumers have to know of its rows. They read this after they have waited for Q.
+  // All of their threads have read it before the barrier of the step's ds, and the stage is released only after that:
+  // see BwdConsumer::work().
   __device__ __forceinline__ void load_announced(RowTile tile, const BwdItem& item) {
     const int stage = q_place.stage;
     s.q_empty[stage].wait(q_place.phase ^ 1);
@@ -233,7 +236,7 @@ struct BwdProducer {
     load_q(tile.head, tile.m(), item, tile.is_partial() ? sizeof(s.mask.bits[stage]) : 0);
     if (tile.is_partial()) load_bits(tile, item, stage);
   }
-  // For which load_q() has told the barrier to wait. Rows past the last one become zeros.
+  // Loads the mask's bits, which load_q() has told the barrier to expect. Rows past the last one become zeros.
   __device__ __forceinline__ void load_bits(RowTile tile, const BwdItem& item, int stage) {
     cute::SM90_TMA_LOAD_4D::copy(&p.mask_bits, &s.q_full[stage].word,
                                  static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL), s.mask.bits[stage],
@@ -256,7 +259,7 @@ struct BwdProducer {
                                                        second.batch);
     }
   }
-  // `more`: bytes that are copied to the same barrier besides.
+  // `more`: further bytes that are copied to the same barrier.
   __device__ __forceinline__ void load_q(int head, int m, const Item& item, uint32_t more) {
     const int stage = q_place.stage;
     load_rows(p.q, p.lse, s.q + stage * T::kTileQ, s.lse[stage], s.q_full[stage], s.q_empty[stage], q_place.phase,
@@ -269,7 +272,8 @@ struct BwdProducer {
               s.dout_full[dout_place.stage], s.dout_empty[dout_place.stage], dout_place.phase, 0, head, m, item);
     dout_place.advance();
   }
-  // A tile of the bias, panel by panel, in the stage that the Q of the same rows has, or for a pair in the next one.
+  // Loads a tile of the bias, panel by panel, to the stage of its Q, or for a pair to the next stage of the bias. An
+  // fp32 bias is loaded after its Q, so that bias_place counts its stages.
   __device__ __forceinline__ void load_bias(int head, int m, const BwdItem& item) {
     constexpr bool kOwnPlace = T::kPairs || T::kWideBias;
     const int stage = kOwnPlace ? bias_place.stage : q_place.stage;
@@ -292,13 +296,13 @@ struct BwdProducer {
                                    head / p.bias_head_ratio, item.batch * p.bias_batch_step);
     }
   }
-  // Where other warps copy it: there are no more.
+  // Tells the warps that copy the bias, if there are any, that there are no more tiles.
   __device__ __forceinline__ void finish_bias() {
     if (!p.bias_rows.exist()) return;
     s.bias_empty[q_place.stage].wait(q_place.phase ^ 1);
     s.bias_requests.ask(q_place.stage, {-1, 0, 0, 0});
   }
-  // A block of rows, and the number that each of them has.
+  // Loads a block of rows of Q or dO, and their lse or delta.
   __device__ __forceinline__ void load_rows(const CUtensorMap& map, const float* stats, Element* tile, float* stat,
                                             Barrier& full, Barrier& empty, int phase, uint32_t more, int head, int m,
                                             const Item& item) {

@@ -1,5 +1,5 @@
-// How the results of the Hopper backward leave the consumers: ds for the product dq = ds k, the gradient of a bias, dq,
-// and dk and dv, which are stored or, where keys are listed and others have more of their rows, added to sums.
+// How the results of the Hopper backward leave the consumers: ds for the product dq = ds k, the gradient of a bias,
+// dq, and dk and dv, which are stored or, where other items contribute to the same keys, added to sums.
 #pragma once
 
 #include "../shared/element.cuh"
@@ -23,7 +23,7 @@ __device__ __forceinline__ auto round_grad(const Accumulator& acc, float scale) 
   }
   return rounded;
 }
-// Puts it into shared memory as TMA stores it. Whole warpgroup.
+// Writes a rounded gradient to shared memory, in the layout from which TMA stores it. Whole warpgroup.
 template <class T, class Rounded>
 __device__ __forceinline__ void stage_grad(const Rounded& rounded, typename T::Element* stage, int thread) {
   typename T::OneGradMma mma;
@@ -33,7 +33,7 @@ __device__ __forceinline__ void stage_grad(const Rounded& rounded, typename T::E
   cute::copy(copy, slice.retile_S(rounded), slice.partition_D(tile));
   cutlass::arch::fence_view_async_shared();
 }
-// From there to where it belongs. One thread. `where`: the batch, or the packed sequence.
+// Stores it from there to `out` by TMA. One thread. `where`: the batch, or the packed sequence.
 template <class T, class Where>
 __device__ __forceinline__ void send_grad(const CUtensorMap& out, const typename T::Element* stage, int key, int head_k,
                                           const Where& where) {
@@ -47,9 +47,9 @@ __device__ __forceinline__ void send_grad(const CUtensorMap& out, const typename
 __device__ __forceinline__ void add_pair(float* to, float x, float y) {
   asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
 }
-// Adds to sums in fp32, where several items or launches have parts of a tile. `row`: of the tile, the first key that
-// the thread has. Two columns at a time: lanes that exchanged halves first, to add four, would cost the loops before
-// this the uniform registers (the compiler no longer takes a warp's threads to be in step).
+// Adds dk or dv to sums in fp32, where several items or launches have parts of a tile. `row`: the first key that the
+// thread has of the tile. Columns are added two at a time. If lanes exchanged halves first, to add four, the loops
+// before this would lose their uniform registers, as the compiler would no longer take a warp's threads to be in step.
 template <class T>
 __device__ __forceinline__ void add_partial(const float (&acc)[T::kHeadDim / 8][4], float scale, float* slots,
                                             const BwdItem& item, const BwdArguments& p, int row, int lane) {
@@ -63,12 +63,12 @@ __device__ __forceinline__ void add_partial(const float (&acc)[T::kHeadDim / 8][
     }
 }
 
-// Where chunks take turns at dk, dv and dbias of their keys: they add from the last to the first, in which order their
-// tiles have been taken. Each consumer of a tile counts once.
+// The counter of a chunk, where chunks take turns at dk, dv and dbias of their keys. They add from the last chunk to
+// the first, the order in which their tiles are taken. Each consumer of a tile counts once.
 __device__ __forceinline__ int32_t* chunk_counter(const BwdArguments& p, const BwdItem& item, int chunk) {
   return p.dkv_semaphore + (static_cast<int64_t>(item.batch) * p.nheads_k + item.head_k) * p.keys.blocks + chunk;
 }
-// One thread. Chunks without tiles add nothing. The next one that has some has waited for all behind it.
+// Waits for the first of the later chunks that has tiles: it has waited itself for all chunks behind it. One thread.
 template <class T>
 __device__ __forceinline__ void wait_for_later_chunks(const BwdArguments& p, const BwdItem& item) {
   for (int chunk = item.chunk + 1; chunk < p.keys.blocks; ++chunk) {
@@ -79,7 +79,7 @@ __device__ __forceinline__ void wait_for_later_chunks(const BwdArguments& p, con
   }
 }
 
-// Panels of ds, from the operand of dk += ds^T q: see bwd_bias.cuh. Whole warpgroup.
+// Writes a panel of ds (see bwd_bias.cuh) from the operand of dk += ds^T q. Whole warpgroup.
 template <int kBlockM, class Operand>
 __device__ __forceinline__ void store_ds_panel(const Operand& gradients, uint32_t panel, int warp, int lane) {
   const auto packed = cute::recast<const uint32_t>(gradients);
@@ -92,8 +92,9 @@ __device__ __forceinline__ void store_ds_panel(const Operand& gradients, uint32_
   cutlass::arch::fence_view_async_shared();  // the tensor cores see what was written
 }
 
-// Of a tile of dk or dv in registers, of a row: four columns of one of two fragments, of which the thread has two each.
-// The neighbouring lane has the others; odd ones take the second fragment. Whole warp.
+// Collects four neighbouring columns of a row of dk or dv. A thread has two columns of each of two fragments, and the
+// lane beside it has the next two. Even lanes get the four columns of the lower fragment, odd lanes those of the upper
+// one. Whole warp.
 __device__ __forceinline__ void exchange_halves(const float (&lower)[4], const float (&upper)[4], int half, float scale,
                                                 bool is_odd, float (&sum)[4]) {
   float own[2], other[2];
@@ -109,7 +110,7 @@ __device__ __forceinline__ void exchange_halves(const float (&lower)[4], const f
     sum[2 + e] = is_odd ? own[e] : other[e];
   }
 }
-// The thread's key `half`, to a row of fp32 numbers: added, or stored where nobody else adds.
+// Adds the thread's row of key `half` to a row of fp32 numbers, or stores it there if nobody else adds (is_stored).
 template <int kFragments>
 __device__ __forceinline__ void send_key_row(const float (&acc)[kFragments][4], int half, float scale, float* to,
                                              bool exists, bool is_stored, int head_dim, int lane) {
@@ -129,7 +130,8 @@ __device__ __forceinline__ void send_key_row(const float (&acc)[kFragments][4], 
     }
   }
 }
-// The thread's keys of a packed sequence, to rows of sums. `first`: the first of the two, counted in the sequence.
+// Adds the rows of the thread's two keys of a packed sequence to rows of sums. `first`: the first of the two, counted
+// in the sequence.
 template <int kFragments>
 __device__ __forceinline__ void add_key_rows(const float (&acc)[kFragments][4], float scale, float* sums,
                                              const BwdArguments& p, int head_k, const SeqRange& keys, int first,
@@ -141,7 +143,8 @@ __device__ __forceinline__ void add_key_rows(const float (&acc)[kFragments][4], 
     send_key_row(acc, half, scale, to, /*exists=*/key < keys.length, /*is_stored=*/false, p.head_dim, lane);
   }
 }
-// Likewise rounded, to a row of the gradient itself; or of dq, whose fragments have queries where those have keys.
+// Stores the thread's row of key `half`, rounded, to a row of the gradient itself; or a row of dq, whose fragments
+// have query rows in place of keys.
 template <class Element, int kFragments>
 __device__ __forceinline__ void store_key_row(const float (&acc)[kFragments][4], int half, float scale, Element* to,
                                               bool exists, int head_dim, int lane) {
@@ -158,10 +161,12 @@ __device__ __forceinline__ void store_key_row(const float (&acc)[kFragments][4],
     }
   }
 }
-// What a thread has of the gradient of a bias for each key, in fp32: the sums of ds over its rows, of its two keys.
+// Adds ds to a thread's sums over its rows, for its two keys: its part of the gradient of a bias for each key, in
+// fp32.
 template <int kFragments>
 __device__ __forceinline__ void sum_key_rows(float (&sums)[2], const float (&ds)[kFragments][4]) {
-  float even[2] = {sums[0], sums[1]}, odd[2] = {0.f, 0.f};  // sums that do not wait for each other
+  // Two sums for each key, so that additions do not wait for each other.
+  float even[2] = {sums[0], sums[1]}, odd[2] = {0.f, 0.f};
 #pragma unroll
   for (int i = 0; i < kFragments; ++i) {
 #pragma unroll
@@ -188,13 +193,14 @@ struct BwdResults : BwdConsumerState<T> {
   // The gradient of a bias for each key: sums over the rows that the thread has, of all steps of an item.
   using KeySums = float[2];
 
-  // --- ds, and the gradient of a bias ---------------------------------------------------------------------------------
+  // --- ds, and the gradient of a bias --------------------------------------------------------------------------------
 
   __device__ __forceinline__ Element* own_ds(int stage) const {
     return s.ds + stage * T::kTiledS + consumer * T::kPanel;
   }
-  // The warpgroup's panel of ds as [row][key], for the product of both consumers' keys. Each consumer is done with the
-  // products from the stage's last use: it has waited for the one before this, and the barrier of the step between.
+  // Writes the warpgroup's panel of ds as [row][key], for dq, which needs both consumers' keys. The products that read
+  // this stage two steps ago are done: each consumer has waited for its own, and then met the other at the barrier of
+  // the step between.
   template <class Operand>
   __device__ __forceinline__ void store_ds(const Operand& gradients) {
     store_ds_panel<T::kBlockM>(gradients, smem_u32(own_ds(ds_stage)), warp, lane);
@@ -204,16 +210,16 @@ struct BwdResults : BwdConsumerState<T> {
     cutlass::arch::NamedBarrier::sync(128 * T::kConsumers, kdSBarrier);
   }
 
-  // What the warpgroup has of the bias in a stage.
+  // The lane's address in the warpgroup's panel of a stage of the bias.
   __device__ __forceinline__ uint32_t bias_rows(int stage) const {
     return matrix_row(smem_u32(s.bias.tiles) + (stage * T::kTiledS + consumer * T::kPanel) * 2, warp, lane);
   }
 
-  // Likewise in fp32: the entry of the first row and key that the thread has.
+  // The same in fp32: the address of the thread's first row and key.
   __device__ __forceinline__ uint32_t wide_rows(int stage) const {
     return wide_row<T::kBlockM>(smem_u32(s.bias.tiles) + stage * (T::kTiledS * 4), consumer, warp, lane);
   }
-  // The gradient of an fp32 bias where the bias was: each entry belongs to one thread.
+  // Overwrites an fp32 bias with its gradient: each entry belongs to one thread.
   __device__ __forceinline__ void store_dbias(const Scores& ds, int stage) const {
     if (p.dbias_kind == DbiasKind::kNone) return;
     store_wide(ds, wide_rows(stage));
@@ -224,9 +230,9 @@ struct BwdResults : BwdConsumerState<T> {
 #pragma unroll
       for (int e = 0; e < 4; ++e) st_shared(wide_entry(rows, i, e / 2, e % 2), __float_as_uint(ds[i][e]));
   }
-  // The gradient of a pair's bias: ds of the second member, and that of the first, which each thread wrote a step ago.
-  // What left from here before has been read: the speaker has waited for it before the barrier of the first member's
-  // ds.
+  // Writes the gradient of a pair's bias: the sum of the second member's ds and the first member's, which each thread
+  // wrote a step ago. The gradient that lay here has been read by TMA: the speaker waited for that before the barrier
+  // of the first member's ds.
   __device__ __forceinline__ void store_pair_dbias(Scores& ds) const {
     const uint32_t first = matrix_row(smem_u32(own_ds(ds_stage ^ 1)), warp, lane);
 #pragma unroll
@@ -253,11 +259,11 @@ struct BwdResults : BwdConsumerState<T> {
       }
     }
   }
-  // In 16 bits.
+  // The consumer's panel of a pair's gradient in 16 bits.
   __device__ __forceinline__ Element* pair_panel() const {
     return reinterpret_cast<Element*>(s.bias.dbias) + consumer * T::kPanel;
   }
-  // Says that the warpgroup's part of a stage of the bias may be written, once its gradient has been read.
+  // Releases the warpgroup's part of a stage of the bias, once TMA has read its gradient from there.
   __device__ __forceinline__ void release_sent(Barrier& empty) const {
     if (kTurnsSendDbias || !is_speaker()) return;
     cute::tma_store_wait<0>();
@@ -265,7 +271,7 @@ struct BwdResults : BwdConsumerState<T> {
   }
 
   static __device__ __forceinline__ void sum_rows(KeySums& sums, const Scores& ds) { sum_key_rows(sums, ds); }
-  // All heads of the item have one bias: it does not matter at which of them the sums go in.
+  // All heads of the item share one bias, so that the sums may be added at any of them.
   __device__ __forceinline__ void add_dbias(const KeySums& sums, const BwdItem& item, int head) {
     if (p.dbias_cols == nullptr) return;
     float* const to = p.dbias_cols + (static_cast<int64_t>(item.batch) * p.nheads + head) * p.seqlen_k;
@@ -290,8 +296,8 @@ struct BwdResults : BwdConsumerState<T> {
     }
   }
 
-  // The gradient of a dense bias is ds itself, which has just been stored: an entry of its own for each, or added to
-  // that of those that share one. That of an fp32 bias lies in fp32 in the stage of the bias.
+  // Sends the gradient of a dense bias. In 16 bits it is ds, which has just been written to shared memory; in fp32 it
+  // is in the stage of the bias. It is stored if each score has an entry of its own, and added if scores share one.
   __device__ __forceinline__ void send_dbias(const BwdItem& item, int head, int m, int bias_stage) const {
     if (p.dbias_kind == DbiasKind::kNone) return;
     if constexpr (kTurnsSendDbias) return;
@@ -318,7 +324,7 @@ struct BwdResults : BwdConsumerState<T> {
       cute::tma_store_arrive();
     }
   }
-  // The panel of the step whose dq has been started, to sums in fp32. Whole warpgroup.
+  // Adds the panel of ds whose dq has been started to sums in fp32. Whole warpgroup.
   __device__ __forceinline__ void add_dbias_panel(const DbiasPlace& place) const {
     const DbiasSums& sums = p.dbias_sums;
     float* const to = sums.data + place.batch * sums.batch_stride + place.head * sums.head_stride;
@@ -326,7 +332,8 @@ struct BwdResults : BwdConsumerState<T> {
                                    smem_u32(own_ds(ds_stage ^ 1)), p.seqlen_q - place.row, p.seqlen_k - place.key,
                                    thread);
   }
-  // A tile whose rows do not start on 16 bytes. `stage`: that of ds, or that of an fp32 bias, which is released next.
+  // Sends a tile of a gradient whose rows do not start on 16 bytes. `stage`: that of ds; for an fp32 bias that of the
+  // bias, which is released next.
   __device__ __forceinline__ void send_dbias_rows(const DbiasPlace& place, int stage) const {
     const DbiasRows& rows = p.dbias_rows;
     const int64_t at =
@@ -343,14 +350,14 @@ struct BwdResults : BwdConsumerState<T> {
         part.keys -= T::kBiasPanelKeys;
       }
       __syncwarp();
-      cutlass::arch::NamedBarrier::sync(128, kOwnBarrier + consumer);  // all have read it
+      cutlass::arch::NamedBarrier::sync(128, kOwnBarrier + consumer);  // all threads have read the stage
     } else {
       part.to = static_cast<Element*>(rows.data) + at;
       send_dbias_panel<T::kBlockM>(part, smem_u32(own_ds(stage)), warp, lane);
     }
   }
 
-  // --- dq leaves ------------------------------------------------------------------------------------------------------
+  // --- dq leaves -----------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ void add_dq(float (&acc)[Dq::kFragments][4], const BwdItem& item, int head, int m) {
     if constexpr (T::kDqPath == DqPath::kRows) return store_dq(acc, item.batch, head, m);
@@ -361,7 +368,8 @@ struct BwdResults : BwdConsumerState<T> {
     }
     float* const to = p.dq_accum + block * tile_of_dq() + consumer * Dq::kPart;
     if constexpr (T::kDqPath == DqPath::kVector) {
-      // ds has a new stage with each step, whose product has been started: no register has to keep the barrier's phase.
+      // The phase of turn_full changes with each step, like ds_stage, so that no register has to keep it. The product
+      // has been started, so that ds_stage is that of the next step.
       if constexpr (T::kHasTurnWarps) s.turn_full[consumer].wait(ds_stage ^ 1);
 #pragma unroll
       for (int i = 0; i < Dq::kFragments; ++i) add_vector(to + (i * 128 + thread) * 4, acc[i]);
@@ -382,7 +390,7 @@ struct BwdResults : BwdConsumerState<T> {
         cute::tma_store_arrive();
       }
     } else {
-      // BwdDq does the rest. A warp says that its part is there.
+      // BwdDq does the rest. Each warp says that its part is there.
       s.out_empty[out_place.stage].wait(out_free_phase(true));
       stage_dq(acc);
       __syncwarp();
@@ -390,7 +398,8 @@ struct BwdResults : BwdConsumerState<T> {
       out_place.advance();
     }
   }
-  // Of all keys there are. A consumer has its share of the columns of all rows.
+  // Stores dq, to which no other item contributes (DqPath::kRows). A consumer has its share of the columns, of all
+  // rows.
   __device__ __forceinline__ void store_dq(float (&acc)[Dq::kFragments][4], int batch, int head, int m) const {
     static_assert(!Dq::kTransposed && Dq::kRows == 64);
     constexpr int kCols = Dq::kColsOfOne;
@@ -403,20 +412,20 @@ struct BwdResults : BwdConsumerState<T> {
                     p.head_dim - consumer * kCols, lane);
     }
   }
-  // Elements of a tile of dq in memory. Additions from registers add all of it: to leave some out takes a comparison
-  // each.
+  // Elements of a tile of dq in memory. Additions from registers add all columns: leaving some out would take a
+  // comparison for each fragment.
   __device__ __forceinline__ int tile_of_dq() const {
     return T::kDqPath == DqPath::kVector ? T::kBlockM * T::kHeadDim : p.dq_tile;
   }
-  // kTurns: of out_empty of the stage that comes next; kBulk, in order: of turn_full. A single stage has a new phase
-  // with each tile, as ds has a new stage, so that no register has to keep it. Once the tile's product has been
-  // started, ds_stage is that of the next.
+  // The phase to wait for until the next stage of `out` is free: of out_empty for kTurns, of turn_full for kBulk in a
+  // fixed order. With a single stage it changes with each tile, like ds_stage, so that no register has to keep it.
+  // is_started: the tile's product has been started, so that ds_stage is that of the next tile.
   __device__ __forceinline__ int out_free_phase(bool is_started) const {
     if constexpr (T::kStagesOut > 1) return out_place.phase ^ 1;
     return is_started ? ds_stage : ds_stage ^ 1;
   }
-  // What the stage held has been read, if its reader is asked, who is one thread of the warpgroup or the warp that
-  // takes turns for it. is_started: see out_free_phase().
+  // Waits until what the stage held has been read: by TMA, for which only the speaker waits, or by the warp that takes
+  // turns. is_started: see out_free_phase().
   __device__ __forceinline__ void wait_for_stage(bool is_started) const {
     if constexpr (T::kDqPath == DqPath::kTurns) s.out_empty[out_place.stage].wait(out_free_phase(is_started));
     if constexpr (T::kDqPath == DqPath::kBulk && T::kHasTurnWarps) {
@@ -424,7 +433,7 @@ struct BwdResults : BwdConsumerState<T> {
     }
     if (is_speaker()) cute::tma_store_wait<0>();
   }
-  // What the consumer has of the stage that comes next.
+  // The consumer's part of the stage that comes next.
   __device__ __forceinline__ char* own_out() const { return s.out[out_place.stage][consumer]; }
   __device__ __forceinline__ void stage_dq(float (&acc)[Dq::kFragments][4]) const {
     const uint32_t stage = smem_u32(own_out()) + thread * 16;
@@ -436,11 +445,11 @@ struct BwdResults : BwdConsumerState<T> {
     cutlass::arch::fence_view_async_shared();
   }
 
-  // --- dk and dv of listed keys are added to sums ---------------------------------------------------------------------
+  // --- dk and dv of listed keys are added to sums --------------------------------------------------------------------
 
-  // Deterministic: a key lies in one tile of a chunk. What the chunks add to its dk, dv and dbias is kept apart, or
-  // chunks add to them from the last to the first, where the former would take too much memory. Their tiles have been
-  // taken in this order, too.
+  // In a fixed order: a key is in one tile of a chunk at most. What the chunks contribute to its dk, dv and dbias is
+  // kept apart or, where that would take too much memory, chunks add it from the last to the first, the order in which
+  // their tiles are taken. A sole chunk with all rows needs neither.
   __device__ __forceinline__ bool takes_chunk_turns() const { return T::kOrdered && p.dkv_semaphore != nullptr; }
   __device__ __forceinline__ bool keeps_terms() const { return T::kOrdered && p.terms.first != nullptr; }
   __device__ __forceinline__ void wait_for_chunks(const BwdItem& item) const {
@@ -456,8 +465,8 @@ struct BwdResults : BwdConsumerState<T> {
     }
   }
 
-  // Lists: a key has rows in other chunks as well.
-  // keeps_terms(): `accum` has a row for what each chunk adds to a key.
+  // Adds dk or dv of lists whose keys have rows in other chunks as well. With keeps_terms(), `accum` has a row for the
+  // part of each chunk in a key's sum, and this row is stored.
   __device__ __forceinline__ void add_grad(float (&acc)[kFragmentsD][4], float scale, float* accum, int64_t head) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -467,7 +476,7 @@ struct BwdResults : BwdConsumerState<T> {
       send_key_row(acc, half, scale, to, interval.length > 0, keeps_terms(), p.head_dim, lane);
     }
   }
-  // Lists of which each item has all rows: a key has no others.
+  // Stores dk or dv of lists whose items have all rows of their keys.
   __device__ __forceinline__ void store_listed_grad(float (&acc)[kFragmentsD][4], float scale, const RowsOfOut& out,
                                                     int batch, int head_k) {
     Element* const head = static_cast<Element*>(out.data) + batch * out.stride.batch + head_k * out.stride.head;
@@ -477,7 +486,7 @@ struct BwdResults : BwdConsumerState<T> {
       store_key_row(acc, half, scale, head + interval.begin * out.stride.row, interval.length > 0, p.head_dim, lane);
     }
   }
-  // The row of ChunkTerms of the thread's key `half`, as an interval of one row or of none.
+  // The row in ChunkTerms of the thread's key `half`, as an interval of one row or of none.
   __device__ __forceinline__ KeyInterval find_term(int half) const {
     if constexpr (!T::kOrdered) {
       return {0, 0};
@@ -487,15 +496,16 @@ struct BwdResults : BwdConsumerState<T> {
     }
   }
 
-  // --- dk and dv leave ------------------------------------------------------------------------------------------------
+  // --- dk and dv leave -----------------------------------------------------------------------------------------------
 
-  // Where dk and dv lie in place of ds: nobody reads, or copies out, the one any more before the other is written.
+  // Where dk and dv share memory with ds: waits until nobody reads the one any more, TMA included, before the other is
+  // written.
   __device__ __forceinline__ void sync_out() const {
     if (is_speaker()) cute::tma_store_wait<0>();
     cutlass::arch::NamedBarrier::sync(128 * T::kConsumers, kdSBarrier);
   }
 
-  // Parts of a block of keys that are added in order: from the first, which has been taken first.
+  // Whether the parts of a block of keys are added in order: from the first, which has been taken first.
   __device__ __forceinline__ bool takes_part_turns() const {
     return (T::kOrdered || T::kHasTurnWarps) && p.dkv_semaphore != nullptr;
   }
@@ -515,7 +525,7 @@ struct BwdResults : BwdConsumerState<T> {
     if (is_speaker()) pass_turn(part_counter(item));
   }
 
-  // `slots`: instead of `out`, nullptr if the item has all that the gradient is made of.
+  // Adds dk or dv to `slots` or, if that is nullptr, stores it in `out`: the item then has all contributions to it.
   template <class Accumulator>
   __device__ __forceinline__ void store_grad(Accumulator& acc, float scale, const CUtensorMap& out, float* slots,
                                              const BwdItem& item) {
@@ -531,7 +541,7 @@ struct BwdResults : BwdConsumerState<T> {
     }
     const auto rounded = round_grad<Element>(acc, scale);
     Element* const stage = reinterpret_cast<Element*>(own_out());
-    wait_for_stage(/*is_started=*/false);  // the next tile of dq to come here waits for the same phase
+    wait_for_stage(/*is_started=*/false);  // the next tile of dq in this stage waits for the same phase
     sync_own();
     stage_grad<T>(rounded, stage, thread);
     sync_own();

@@ -21,50 +21,51 @@ namespace dmattn::sm90 {
 enum class DqPath {
   kVector,  // 16-byte reductions of each thread, straight to global memory
   kBulk,    // through shared memory, by the bulk copy engine
-  kTurns,   // likewise, by a warp of the first warpgroup that has blocks of keys add in a fixed order: see BwdDq
-  kRows,    // rounded, to rows of dq itself: nothing else is added to them
+  kTurns,   // through shared memory, by a warp of the first warpgroup, which can keep a fixed order: see BwdDq
+  kRows,    // rounded, to rows of dq itself: no other item adds to them
 };
 
 // The kernels of a head dimension.
 enum class BwdVariant {
   kPlain,
-  kOrdered,       // dq can be added up in a fixed order
-  kSoftcap,       // dq can, too
-  kMask,          // a dense mask, or a window of keys, which wide heads have a kernel of its own for
-  kDenseBias,     // a 16-bit number that is added to each logit, and its gradient; a mask or a window, if there is one.
-                  // Of wide heads it may be fp32.
-  kWideBias,      // an fp32 number that is added to each logit, and its gradient
-  kKeyBias,       // a number that is added to the logits of each key, and its gradient; likewise
-  kLists,         // lists of keys
-  kBiasLists,     // likewise, with a number that is added to the logits of each key, and its gradient
-  kOrderedLists,  // all sums in a fixed order
+  kOrdered,    // as kPlain, but dq can be added up in a fixed order
+  kSoftcap,    // softcap; dq can be added up in a fixed order, too
+  kMask,       // a dense mask, or a window of keys (for wide heads see kWindow)
+  kDenseBias,  // a 16-bit bias for each row and key, and its gradient, also beside a mask or a window. For wide heads
+               // the bias may be fp32.
+  kWideBias,   // an fp32 bias for each row and key, and its gradient
+  kKeyBias,    // a bias for each key, and its gradient, also beside a mask or a window
+  kLists,      // lists of keys
+  kBiasLists,  // lists of keys with a bias for each key, and its gradient
+  kOrderedLists,  // as kLists, with all sums in a fixed order
   kOrderedBiasLists,
   kPacked,    // as kPlain, over packed sequences
-  kPairBias,  // as kDenseBias, without mask and window: two heads or batches that share the bias and its gradient
-  // With a gradient of the bias whose rows do not start on 16 bytes, or of 16 bits without one, of which rows of the
-  // bias do not. What writes the gradient costs the consumers registers: the others go without.
+  kPairBias,  // as kDenseBias, without mask and window: an item has two heads or batches that share the bias
+  // As kDenseBias and kWideBias, where rows of the gradient do not start on 16 bytes. kDenseBiasRows also takes a bias
+  // with such rows that has no gradient. The code that writes such a gradient costs the consumers registers, so that
+  // it is in kernels of its own.
   kDenseBiasRows,
   kWideBiasRows,
-  kFewKeys,        // as kPlain, of keys that fit one tile
+  kFewKeys,        // as kPlain, where all keys of a head fit one tile
   kPackedOrdered,  // over packed sequences, and dq can be added up in a fixed order
   kPackedSoftcap,  // over packed sequences with softcap, and dq can, too
-  // As those without this in their names, but dq is added up in a fixed order.
+  // As the kernels without "Ordered" in their names, but dq is added up in a fixed order.
   kMaskOrdered,
   kDenseBiasOrdered,
   kWideBiasOrdered,
   kKeyBiasOrdered,
-  kWindow,       // of wide heads: a window of keys
+  kWindow,       // wide heads: a window of keys
   kFewKeysMask,  // as kFewKeys, with a dense mask
 };
 
-// A block of keys of a packed sequence, in which n_block counts. Consumers read it in shared memory until they are done
-// with it, to save registers.
+// A block of keys of a packed sequence; n_block counts within the sequence. Consumers read this in shared memory until
+// they are done with the item, to save registers.
 struct PackedItem {
   int32_t index, n_block, head_k, sequence;
   SeqRange q, k;
 };
 
-// A block of rows that meets the keys of an item, as the producer announces it beside Q where there is a dense mask.
+// A block of rows that meets the keys of an item, as the producer announces it beside Q in kernels with kMasked.
 struct RowTile {
   uint32_t word;
   int32_t head;
@@ -73,24 +74,23 @@ struct RowTile {
     return {static_cast<uint32_t>(m) << 3 | static_cast<uint32_t>(is_partial) << 1 | static_cast<uint32_t>(is_cut),
             head};
   }
-  // After the last tile of an item.
+  // What follows the last tile of an item.
   static __device__ __forceinline__ RowTile none() { return {0, -1}; }
   __device__ __forceinline__ bool exists() const { return head >= 0; }
   __device__ __forceinline__ int m() const { return static_cast<int>(word >> 3); }
-  // Rows meet keys that they do not see by causality, or keys past the last one.
+  // Causality, a window or the end of the keys hides some of the tile's scores.
   __device__ __forceinline__ bool is_cut() const { return word & 1; }
-  // The mask leaves some of it.
+  // The mask hides some of the tile's scores.
   __device__ __forceinline__ bool is_partial() const { return word & 2; }
   __device__ __forceinline__ bool is_checked() const { return word & 3; }
-  // The item has no more.
   __device__ __forceinline__ bool is_last() const { return word & 4; }
   __device__ __forceinline__ RowTile as_last(bool is_last) const {
     return {word | static_cast<uint32_t>(is_last) << 2, head};
   }
 };
 
-// dq = ds * k by both consumers, each with 64 rows of the product. Where there are no 64 * n rows of queries, the
-// product is transposed; where there are 64 only, the consumers share the other dimension.
+// dq = ds * k, computed by all consumers, each of which has 64 rows of the product. Consumers that have the same 64
+// rows divide their columns between them. Where kBlockM is no multiple of 64, the product is transposed.
 template <int kBlockM, int kHeadDim, int kConsumers>
 struct DqTile {
   static constexpr bool kTransposed = kBlockM % 64 != 0;
@@ -98,13 +98,13 @@ struct DqTile {
   static constexpr int kAtomsM = kRows / 64, kAtomsN = kConsumers / kAtomsM;
   static constexpr int kColsOfOne = kCols / kAtomsN;
   static_assert(kAtomsM * 64 == kRows && kAtomsM * kAtomsN == kConsumers && kColsOfOne % 8 == 0);
-  static constexpr int kFragments = kColsOfOne / 8;  // of 64 x 8; four registers a thread
-  static constexpr int kPart = 64 * kColsOfOne;      // elements of a consumer
+  static constexpr int kFragments = kColsOfOne / 8;  // of 64 x 8 elements, four registers a thread
+  static constexpr int kPart = 64 * kColsOfOne;      // elements that a consumer has
 
   // In memory: [consumer][fragment][thread of the warpgroup][register], see DqOrder.
 };
 
-// The stage of K and V that an item has. Where there is but one, its number is no variable.
+// The stage of K and V that an item uses. If there is only one, its number is a constant.
 template <int kStages>
 struct KvPlace : RingPlace<kStages> {};
 template <>
@@ -128,12 +128,13 @@ struct BwdTraits {
   static constexpr bool kAlignedNarrowBias =
       kVariant == BwdVariant::kDenseBias || kVariant == BwdVariant::kDenseBiasOrdered;
   static constexpr bool kNarrowBias = kAlignedNarrowBias || kVariant == BwdVariant::kDenseBiasRows;
-  // An item is a block of keys of two heads or batches, its members, which take their steps by turns.
+  // An item is a block of keys of two kv heads or batches, its members, whose steps alternate.
   static constexpr bool kPairs = kVariant == BwdVariant::kPairBias;
   static constexpr int kMembers = kPairs ? 2 : 1;
   static constexpr bool kDenseBias = kNarrowBias || kWideBias || kPairs;
   static constexpr bool kDbiasRows = kVariant == BwdVariant::kDenseBiasRows || kVariant == BwdVariant::kWideBiasRows;
-  // Steps are announced. In fp32 the tiles of a bias leave no room for a mask's: there it is the same for all rows.
+  // The producer announces each step (RowTile). Beside an fp32 bias there is no room for tiles of a mask: a mask is
+  // then the same for all rows, and consumers read it from memory (HiddenKeys).
   static constexpr bool kMasked = kVariant == BwdVariant::kMask || kVariant == BwdVariant::kMaskOrdered ||
                                   kVariant == BwdVariant::kFewKeysMask || kNarrowBias || kOwnKeyBias;
   static constexpr bool kWindows = kMasked && kVariant != BwdVariant::kFewKeysMask;  // rows may see a window of keys
@@ -143,22 +144,22 @@ struct BwdTraits {
   static constexpr bool kPacked = kVariant == BwdVariant::kPacked || kVariant == BwdVariant::kPackedOrdered ||
                                   kVariant == BwdVariant::kPackedSoftcap;
   static constexpr bool kFewKeys = kVariant == BwdVariant::kFewKeys || kVariant == BwdVariant::kFewKeysMask;
-  // Items may be numbered two by two.
+  // Items may be numbered in pairs: see find_mirrored_item().
   static constexpr bool kMirrors = kVariant == BwdVariant::kPlain || kVariant == BwdVariant::kPacked;
   static constexpr BwdTile kTile = sm90_bwd_tile(kHeadDim, kGathered, kBias, kMasked || kPacked || kFewKeys);
-  static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;  // rows of queries; keys, 64 a consumer
+  static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;  // query rows; keys, 64 for each consumer
   static constexpr int kOwnKeys = kBlockN;                                // keys that TMA copies in one piece
   static_assert(kBlockN == 64 * kConsumers && kTile.warps == 4 * kConsumers && kTile.warps_m_dq == 4);
   static constexpr int kStagesQ = kTile.stages_q, kStagesdO = 2, kStagesdS = 2;
-  // Listed keys of the next item are copied beside the last steps of this one, where there is room. Beside the
-  // additions to dk and dv they would wait for these.
+  // Where there is room for a second stage, listed keys of the next item are copied during the last steps of this one.
+  // Copies during the additions to dk and dv would wait behind these.
   static constexpr int kStagesKv = kGathered && kHeadDim == 64 ? 2 : 1;
-  // On an H200, bulk copies are up to 4% faster at head_dim 128; at 64 they have not been timed.
-  // With a dense bias they would wait for each other's and dbias's.
   static constexpr bool kSoftcap = kVariant == BwdVariant::kSoftcap || kVariant == BwdVariant::kPackedSoftcap;
   static constexpr bool kOrdered = kSoftcap || kVariant == BwdVariant::kOrdered ||
                                    kVariant == BwdVariant::kPackedOrdered || kVariant == BwdVariant::kOrderedLists ||
                                    kVariant == BwdVariant::kOrderedBiasLists;
+  // On an H200, bulk copies are up to 4% faster at head_dim 128; at 64 they have not been timed. With a dense bias,
+  // waiting for bulk copies of dq would include waiting for those of dbias, and the other way round.
   static constexpr DqPath kDqPath = kOrdered                       ? DqPath::kTurns
                                     : kFewKeys                     ? DqPath::kRows
                                     : kHeadDim == 64 || kDenseBias ? DqPath::kVector
@@ -169,11 +170,11 @@ struct BwdTraits {
   static constexpr int kThreads = 128 * (kConsumers + 1);
   // 128 * (2 * 240 + 24) = 64512 registers: those that a block of 384 threads starts with, 168 each.
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
-  static constexpr int kGatherWarps = kGathered ? kConsumers : 0;     // of the first warpgroup, its last ones
-  static constexpr int kDqWarps = kDqPath == DqPath::kTurns ? 1 : 0;  // likewise, its second one
+  static constexpr int kGatherWarps = kGathered ? kConsumers : 0;     // the last warps of the first warpgroup
+  static constexpr int kDqWarps = kDqPath == DqPath::kTurns ? 1 : 0;  // the second warp of the first warpgroup
   static_assert(1 + kDqWarps + kGatherWarps <= 4);
   // dq is added up in a fixed order beside a mask or a bias: each consumer has a warp that takes its turns, see
-  // DqTurns. A bias whose rows start anywhere needs these warps to copy them.
+  // DqTurns. So these warps cannot copy a bias whose rows do not start on 16 bytes.
   static constexpr bool kHasTurnWarps =
       kVariant == BwdVariant::kMaskOrdered || kVariant == BwdVariant::kDenseBiasOrdered ||
       kVariant == BwdVariant::kWideBiasOrdered || kVariant == BwdVariant::kKeyBiasOrdered;
@@ -189,7 +190,7 @@ struct BwdTraits {
                                                        cute::GMMA::Layout_K_SW64_Atom<Element>>,
                                    cute::conditional_t<kPanelCols == 64, cute::GMMA::Layout_MN_SW128_Atom<Element>,
                                                        cute::GMMA::Layout_MN_SW64_Atom<Element>>>;
-  // A tile of kRows rows as TMA writes it, kStages of them; and the same memory seen as [head_dim][row].
+  // kStages tiles of kRows rows as TMA writes them; and the same memory seen as [head_dim][row].
   template <int kRows, int kStages>
   using Rows = decltype(cute::tile_to_shape(Atom<cute::GMMA::Major::K>{},
                                             cute::Shape<Int<kRows>, Int<kHeadDim>, Int<kStages>>{}));
@@ -237,15 +238,17 @@ struct BwdTraits {
 
   static constexpr int kTileQ = kBlockM * kHeadDim, kTileK = kBlockN * kHeadDim, kTiledS = kBlockM * kBlockN;
   static constexpr int kPanel = kBlockM * 64;  // elements of ds or of the bias that a consumer has
-  // What a consumer puts together before it leaves by TMA: its 64 rows of dk or dv, or its part of dq.
+  // What a consumer collects in shared memory before it leaves by bulk copy: its 64 rows of dk or dv, or its part of
+  // dq.
   static constexpr int kOutBytes = 64 * kHeadDim * 2;
   static constexpr int kStageBytes =
       (kDqPath == DqPath::kBulk || kDqPath == DqPath::kTurns) && Dq::kPart * 4 > kOutBytes ? Dq::kPart * 4 : kOutBytes;
   // A second stage lets consumers go on for a step more while a tile of dq waits for its turn.
   static constexpr int kStagesOut = kDqPath == DqPath::kTurns && kHeadDim == 64 ? 2 : 1;
-  static_assert(kDqPath != DqPath::kTurns || kStageBytes == Dq::kPart * 4);  // a tile leaves in one piece
+  static_assert(kDqPath != DqPath::kTurns || kStageBytes == Dq::kPart * 4);  // BwdDq adds both parts in one piece
 
-  // An item as the producer announces it; an index of `items` and more: there is none. m_begin, m_end: see BwdItem.
+  // An item as the producer announces it. An index of `items` or more: there are no more items. m_begin, m_end: see
+  // BwdItem.
   struct TiledItem {
     int32_t index;
   };
@@ -253,28 +256,28 @@ struct BwdTraits {
     int32_t index, m_begin, m_end, heads;  // heads: the word of HeadShare
   };
   struct MaskedItem {
-    int32_t index, has_rows;  // has_rows: the mask leaves any
+    int32_t index, has_rows;  // has_rows: whether the mask leaves any rows
   };
   using Announced =
       std::conditional_t<kGathered, ListedItem,
                          std::conditional_t<kMasked, MaskedItem, std::conditional_t<kPacked, PackedItem, TiledItem>>>;
-  // What is known of the keys of a tile.
+  // What the list says about the keys of a tile.
   struct NoFacts {};
   struct NoTerm {};
   struct KeyTerm {
     alignas(16) int32_t term[kBlockN];  // the key's row of ChunkTerms; -1: none
   };
   struct KeyFacts : std::conditional_t<kOrdered, KeyTerm, NoTerm> {
-    // The key, and how many positions from its own on see it: none where there is no key. Where all rows see all keys
-    // of a list it is the number of rows, from the first one on.
+    // The key, and how many positions from its own on see it: 0 where there is no key. With BwdArguments::all_rows_see
+    // it is the number of rows, counted from the first one.
     alignas(16) KeyInterval interval[kBlockN];
     alignas(16) float bias[kListBias ? kBlockN : 4];
-    int2 seen_by_all[kConsumers];  // positions from x up to y see all keys of the consumer
+    int2 seen_by_all[kConsumers];  // rows at positions from x up to y see all keys of the consumer
   };
   using Facts = std::conditional_t<kGathered, KeyFacts, NoFacts>;
 
-  // What comes with a stage of Q where there is a dense mask: which rows these are, and, if the mask leaves some of the
-  // tile, its bits of the block's keys, a row of 16 bytes for each row.
+  // What comes with a stage of Q in kernels with kMasked: which rows these are, and, if the mask hides some of the
+  // tile, the mask's bits of the block's keys, 16 bytes for each row.
   struct NoMask {};
   static constexpr int kMaskWords = kBlockN / 32;
   struct MaskTile {
@@ -283,12 +286,12 @@ struct BwdTraits {
   };
   static_assert(!kMasked || (kMaskWords == 4 && kBlockM == kMaskBand));
 
-  // Tiles of a dense bias, each in panels of 128 bytes a row, swizzled. Each comes and goes with a stage of Q, or, for
-  // both members of a pair, with a stage of its own. Those in fp32 become tiles of its gradient.
+  // Tiles of a dense bias, in panels of 128 bytes a row, swizzled. Each is in the stage of its Q or, for both members
+  // of a pair, in a stage of its own. Tiles of an fp32 bias are overwritten with their gradient.
   static constexpr int kStagesBias = kPairs ? 2 : kStagesQ;
-  // Parts of a thread's 16-bit numbers, of four, that are read while the scores are computed. Where they are read
-  // between the scores and their exponents, each part waits for the one before. Elsewhere there are no registers for
-  // it.
+  // How many of the four parts of a thread's 16-bit bias are read while the scores are computed. Read between the
+  // scores and their exponentials, each part would wait for the one before. The other kernels have no registers for
+  // this.
   static constexpr int kBiasAhead = kAlignedNarrowBias && kHeadDim <= 64 ? 4 : 0;
   using BiasElement = std::conditional_t<kWideBias, float, Element>;
   static constexpr int kBiasPanelKeys = 128 / sizeof(BiasElement), kBiasPanels = kBlockN / kBiasPanelKeys;
@@ -297,20 +300,22 @@ struct BwdTraits {
   struct BiasTiles {
     alignas(1024) BiasElement tiles[kStagesBias * kTiledS];
   };
-  // The gradient of a pair's tile on its way out: in 16 bits as ds lies, or in fp32 as a bias in fp32 does.
+  // The gradient of a pair's tile before TMA takes it: in 16 bits in the layout of ds, or in fp32 in that of an fp32
+  // bias.
   struct PairBiasTiles : BiasTiles {
     alignas(1024) float dbias[kTiledS];
   };
 
-  // With kDenseBiasRows, of BwdBiasLoader: what comes behind each row of the bias, in the first chunk of a row of its
-  // own.
+  // kDenseBiasRows: the 16 bytes behind each row of a tile of the bias, for BwdBiasLoader, in the first chunk of a row
+  // of 128 bytes.
   static constexpr bool kShiftsBias = kVariant == BwdVariant::kDenseBiasRows;
   struct NoTails {};
   struct BiasTails {
     alignas(1024) char bias_tails[kBlockM * 128];
   };
 
-  // dk and dv leave after the last ds of an item. With a dense bias at head_dim 128 they lie where the ds have been.
+  // dk and dv are written to shared memory after the last ds of an item. With a dense bias at head_dim 128 they are
+  // written where ds was.
   static constexpr bool kOwnOut = !kDenseBias || kHeadDim <= 64;
   struct OwnOut {
     alignas(1024) Element ds[kStagesdS * kTiledS];
@@ -324,8 +329,8 @@ struct BwdTraits {
   };
   static_assert(kOwnOut || kStagesOut * kConsumers * kStageBytes <= kStagesdS * kTiledS * 2);
 
-  // The operands come first: with something else before K, ptxas kept the addresses of lists' products in each thread
-  // instead of once a warp, and read 37 words from local memory in a step instead of 6.
+  // The operands come first. With something else before K, ptxas kept the addresses of lists' operands in registers of
+  // each thread instead of uniform registers, and read 37 words from local memory in a step instead of 6.
   struct Operands {
     alignas(1024) Element k[kStagesKv * kMembers * kTileK];
     alignas(1024) Element v[kStagesKv * kMembers * kTileK];
@@ -348,14 +353,14 @@ struct BwdTraits {
     Barrier q_full[kStagesQ], q_empty[kStagesQ], dout_full[kStagesdO], dout_empty[kStagesdO];
     Barrier bias_full[kDenseBias ? kStagesBias : 1], bias_empty[kDenseBias ? kStagesBias : 1];
     Barrier item_full[2], item_empty[2], facts_full[2], facts_empty[2];
-    Barrier out_full[kStagesOut], out_empty[kStagesOut];  // of a tile of dq, by kTurns
-    // With kHasTurnWarps, of a consumer's step at dq: kVector: it may add its part; it has. kBulk: the stage is free;
-    // the part lies there.
+    Barrier out_full[kStagesOut], out_empty[kStagesOut];  // kTurns: of a stage with a tile of dq
+    // kHasTurnWarps, for each consumer. With kVector: it may add its part of dq; it has added it. With kBulk: its
+    // stage is free; its part of dq is there.
     Barrier turn_full[kConsumers], turn_used[kConsumers];
   };
-  static constexpr uint32_t kSmemBytes = sizeof(Shared) + 1024;  // the base need not be aligned as the tiles must be
+  static constexpr uint32_t kSmemBytes = sizeof(Shared) + 1024;  // 1024: to align the base for the tiles
   static_assert(kSmemBytes <= 227 * 1024);
-  // TMA and bulk copies go to addresses that the swizzle, or their own granularity, asks for.
+  // TMA and bulk copies need addresses that are aligned for the swizzle, or for the granularity of bulk copies.
   static_assert(kTileQ * 2 % 1024 == 0 && kTileK * 2 % 1024 == 0 && kTiledS * 2 % 1024 == 0);
   static_assert(kBlockM * kPanelCols * 2 % 512 == 0 && kStageBytes % 1024 == 0 && kBlockM * 4 % 16 == 0);
 };

@@ -8,15 +8,15 @@
 
 namespace dmattn::sm90 {
 
-// A counter, and what it says when it is the block's turn.
+// The number of a counter, and the value at which it is the block's turn.
 struct Turn {
   int counter, value;
 };
 
-// Takes the turns of a block of keys, step by step: turns.begin() waits for them, unless end() has found that they have
-// come, and turns.end() passes them on. The rows of the next step are found in between, beside the additions, so that
-// end() can ask for their turns beside the fence, which takes longer than anything else. head, m: of the first step.
-// `advance` finds those of the next one; false: there is none.
+// Takes the turns of a block of keys, step by step. turns.begin() waits for the turn, unless end() of the step before
+// has found that it has come, and turns.end() passes it on. The rows of the next step are found in between, during the
+// additions, so that end() can ask for their turn while it waits for the fence, which takes longer than anything else.
+// head, m: those of the first step. `advance` sets those of the next one; false: there is none.
 template <class Turns, class Item, class Advance>
 __device__ __forceinline__ void take_turns_at(Turns& turns, const Item& item, int head, int m, const Advance& advance) {
   auto turn = turns.find_turn(item, head, m);
@@ -32,7 +32,7 @@ __device__ __forceinline__ void take_turns_at(Turns& turns, const Item& item, in
   }
 }
 
-// The next tile of a mask, which is announced beside its Q. Whole warp.
+// The next tile, as announced beside its Q. Whole warp.
 template <class T>
 __device__ __forceinline__ RowTile take_tile(typename T::Shared& s, const RowTile* announced,
                                              RingPlace<T::kStagesQ>& place, int lane) {
@@ -44,8 +44,9 @@ __device__ __forceinline__ RowTile take_tile(typename T::Shared& s, const RowTil
   return tile;
 }
 
-// At a tile of dbias that heads or batches share, which they take in the order of the items: all of them have the same
-// tiles, and find_tiled_item() has those that share a block of keys follow one another.
+// The turn at a tile of dbias that heads or batches share. Items that share a tile add to it in the order of their
+// numbers. All heads and batches have the same tiles, and find_tiled_item() gives neighbouring numbers to items that
+// share a block of keys.
 template <class T>
 __device__ __forceinline__ Turn find_dbias_turn(const BwdArguments& p, const BwdItem& item, int head, int m) {
   const DbiasPlace at = find_dbias_place<T>(p, item, head, m, /*consumer=*/0);
@@ -59,11 +60,11 @@ __device__ __forceinline__ Turn find_dbias_turn(const BwdArguments& p, const Bwd
   return {(map * p.m_blocks + m) * p.n_blocks + item.n_block, before * T::kConsumers};
 }
 
-// As in BwdDq, which says why nobody waits forever, but a mask may leave out blocks of keys. Each consumer has a warp
-// of its own, and each counts once. Where the consumer leaves its part of dq in shared memory the warp adds it. Where
-// it adds from registers the warp says when, and waits for that. What the consumer adds to a dbias that others share
-// goes in the same turn. An fp32 bias, or its gradient, lies in a stage that may be written when both are done with it:
-// there the warp sends the gradient, and says so.
+// Turns at dq as in BwdDq, whose comment says why nobody waits forever; but here a mask may leave out blocks of keys.
+// Each consumer has a warp of its own, and each of these counts once. With DqPath::kBulk the consumer leaves its part
+// of dq in shared memory, and the warp adds it. With kVector the consumer adds from registers; the warp tells it when,
+// and waits until it has. Additions to a dbias that heads or batches share belong to the same turn. An fp32 bias is
+// overwritten with its gradient: the warp sends this from the stage, and then releases the stage for the consumer.
 template <class T>
 struct DqTurns {
   const BwdArguments& p;
@@ -117,7 +118,7 @@ struct DqTurns {
     return found;
   }
 
-  // When it is the block's turn, adds the consumer's part of dq, or lets it add.
+  // Waits for the block's turn, and then adds the consumer's part of dq or lets the consumer add it.
   __device__ __forceinline__ void begin(const BwdItem& item, int head, int m, const Turns& turn, bool is_turn) {
     if (lane == 0) {
       if (!is_turn) {
@@ -137,7 +138,7 @@ struct DqTurns {
     }
     __syncwarp();
   }
-  // Of an fp32 bias, once the consumer has written it, and has added its part of dq. One thread.
+  // Sends the gradient of an fp32 bias, once the consumer has written it and has added its part of dq. One thread.
   __device__ __forceinline__ void send_dbias(const BwdItem& item, int head, int m) const {
     s.turn_used[consumer].wait(phase);
     if (p.dbias_kind == DbiasKind::kNone) return;
@@ -146,8 +147,9 @@ struct DqTurns {
                        find_dbias_place<T>(p, item, head, m, consumer));
     cute::tma_store_arrive();
   }
-  // Passes the turn on when the part has been added; whether that of the next step has come already. The fence of
-  // pass_turn() comes between the answer, which nobody waits for before it, and what is added next.
+  // Passes the turn on when the part has been added. Returns whether the turn of the next step has come already. Its
+  // counter is read before the fence of pass_turn(), which so comes between this read and the next additions; the
+  // answer is used only after the fence, so that nothing waits for it before.
   __device__ __forceinline__ bool end(const Turns& turn, const Turns& next, bool) {
     int dq_value = 0, dbias_value = 0;
     if (lane == 0) {

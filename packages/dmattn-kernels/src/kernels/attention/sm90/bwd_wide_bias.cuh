@@ -1,9 +1,9 @@
 // A dense mask and a dense bias in the Hopper backward of wide heads, for whose tiles shared memory has no room: the
 // first consumer reads them from memory, a step ahead, and the second one writes the gradient of the bias.
 //
-// What a thread reads are the numbers of its own scores (see BwdConsumerState::Scores): sixteen rows, of which the
-// lanes of a warp have four at a time, and two keys, eight lanes eight of them side by side. So any strides and
-// alignment will do. The producer has TMA bring both into the L2 cache before.
+// A thread reads the numbers for its own scores (see BwdConsumerState::Scores), which have sixteen rows and two keys.
+// A warp reads four rows at a time, and eight neighbouring keys of each. As it reads single numbers, any strides and
+// alignment will do. Before that, the producer has TMA bring both into the L2 cache.
 #pragma once
 
 #include "bwd_dbias.cuh"
@@ -12,12 +12,12 @@
 
 namespace dmattn::sm90 {
 
-// The bias of a thread's scores, as they lie in memory: 16 bits or fp32.
+// The bias of a thread's scores, a number in each word, as in memory: 16 bits or fp32.
 template <int kFragments>
 using BiasWords = uint32_t[kFragments][4];
 
-// Row `row` of a column, `pitch` bytes from one to the next: an instruction. The compiler would take three where it
-// needs the same row of two columns.
+// The address of row `row` of a column, with `pitch` bytes from one row to the next, in one instruction. The compiler
+// would take three where the same row of two columns is needed.
 __device__ __forceinline__ const char* row_of_column(const char* column, int row, int pitch) {
   const char* at;
   asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(at) : "r"(row), "r"(pitch), "l"(column));
@@ -34,7 +34,7 @@ __device__ __forceinline__ uint32_t read_ahead(const char* from) {
   }
   return word;
 }
-// All of them become fp32.
+// Converts all words to fp32.
 template <class Element, int kFragments>
 __device__ __forceinline__ void widen_bias_words(BiasWords<kFragments>& words, const BiasRows& bias) {
   if (bias.key_bytes == 4) return;
@@ -45,8 +45,8 @@ __device__ __forceinline__ void widen_bias_words(BiasWords<kFragments>& words, c
   }
 }
 
-// Asks for it. `key`: the thread's first one; the other is 8 further on. Rows and keys that do not exist get the numbers
-// of the last ones: their scores are cut, or their lse is +inf.
+// Requests the bias. `key`: the thread's first one; the other is 8 further on. Rows and keys that do not exist get the
+// numbers of the last ones: their scores are masked, or their lse is +inf.
 template <int kBytes, int kFragments>
 __device__ __forceinline__ void read_bias_words(BiasWords<kFragments>& words, const BiasRows& bias, const char* map,
                                                 int row, int key) {
@@ -66,12 +66,12 @@ __device__ __forceinline__ void read_bias_words(BiasWords<kFragments>& words, co
   }
 }
 
-// The bits of a mask for the thread's rows: a word of 32 keys each, among them those of the warp. `key`: the thread's
-// first one.
+// The bits of a mask for the thread's rows: of each a word of 32 keys, which contains those of the warp. `key`: the
+// thread's first key.
 struct MaskWords {
   uint32_t words[16];
 
-  // kAhead: all at once, into registers that are free until they are used.
+  // kAhead: requests all words at once, into registers that are free until the words are used.
   template <bool kAhead>
   __device__ __forceinline__ void read(const MaskBits& mask, int batch, int head, int row, int key) {
     const int64_t map = static_cast<int64_t>(mask.batch > 1 ? batch : 0) * mask.heads + head / mask.head_ratio;
@@ -98,14 +98,15 @@ struct MaskWords {
   }
 };
 
-// The gradient of a dense bias from a tile of ds. It leaves by TMA, in 16 bits as it lies in shared memory; or by
-// threads, from there where rows do not start on 16 bytes or it is added to sums, and in fp32 from their registers.
+// Sends the gradient of a dense bias from a tile of ds. In 16 bits TMA sends it from shared memory, or threads do if
+// its rows do not start on 16 bytes, or if it is added to fp32 sums. For an fp32 bias threads send it from their
+// registers.
 template <class T>
 struct WideDbias {
   using Element = typename T::Element;
 
   const BwdArguments& p;
-  const int batch, head, row, key;  // of the tile the first row and key
+  const int batch, head, row, key;  // row, key: the first ones of the tile
 
   __device__ __forceinline__ int own_batch() const { return batch * p.dbias_batch_step; }
   __device__ __forceinline__ int own_head() const { return head / p.dbias_head_ratio; }
@@ -122,10 +123,10 @@ struct WideDbias {
     }
     cute::tma_store_arrive();
   }
-  // Whole warpgroup, of which `thread` counts.
+  // Whole warpgroup; `thread` is the number in it.
   template <int kFragments>
   __device__ __forceinline__ void send_rows(const float (&ds)[kFragments][4], const Element* panel, int thread) const {
-    const int rows = p.seqlen_q - row, keys = p.seqlen_k - key;  // that exist from the first on
+    const int rows = p.seqlen_q - row, keys = p.seqlen_k - key;  // that exist from the tile's first ones on
     if (p.dbias_rows.exist()) {
       const DbiasRows& dbias = p.dbias_rows;
       const int64_t at =

@@ -1,4 +1,5 @@
-// Copies listed keys for the Hopper backward of wide heads: three warps of the first warpgroup, each 64 rows of K or V.
+// Copies listed keys for the Hopper backward of wide heads: three warps of the first warpgroup, each of which copies
+// 64 rows of K or V.
 #pragma once
 
 #include "bwd_gather.cuh"
@@ -6,7 +7,7 @@
 
 namespace dmattn::sm90 {
 
-// The list that a tile is of, as KeyList numbers (batch, head, block).
+// The number of the list to which an item's tile belongs in KeyList, which counts (batch, head, block).
 __device__ __forceinline__ int64_t list_of(const BwdArguments& p, const BwdItem& item) {
   return head_list_of(p, item.batch, item.head_k) * p.keys.blocks + item.chunk;
 }
@@ -20,7 +21,8 @@ struct WideGather {
   typename T::Shared& s;
   const int rank, lane;
 
-  // part: of kGatherWarps. What a list says of the block's keys is read by the warp that copies them.
+  // part: which of the kGatherWarps warps. The warp that copies K of the block's own keys also announces what the list
+  // says about them.
   __device__ __forceinline__ void run(const BwdItem& item, int part) const {
     const bool is_of_other = part == 2;
     int key[kKeysOfLane];
@@ -40,7 +42,7 @@ struct WideGather {
   }
 
  private:
-  // So many panels from a column on.
+  // Copies kPanels panels, from a column on.
   template <int kPanels>
   __device__ __forceinline__ void copy(const GatheredTensor& from, const BwdItem& item, Element* to, int column,
                                        const int (&key)[kKeysOfLane], int keys) const {
@@ -49,20 +51,20 @@ struct WideGather {
                                            p.head_dim - column, key, keys, lane);
   }
 
-  // Which rows see the keys, and their bias.
+  // Writes to shared memory which rows see the keys, and the keys' bias.
   __device__ __forceinline__ void announce_facts(const BwdItem& item, const int (&key)[kKeysOfLane], int keys) const {
     const int32_t* const ends =
         p.keys.end == nullptr ? nullptr : p.keys.end + head_list_of(p, item.batch, item.head_k) * p.seqlen_k;
-    // Row 0 of the item sees up to there.
+    // The position of the item's first row.
     const int first_position = item.m_begin * T::kBlockM + p.seqlen_k - p.seqlen_q;
     const int rows = (item.m_end - item.m_begin) * T::kBlockM;
     const ListItem list_item = {item.n_block, item.chunk, item.head_k, item.batch};
-    int latest = 0, earliest = rows;  // the rows between these two see all keys
+    int latest = 0, earliest = rows;  // rows from `latest` up to `earliest` see all keys
 #pragma unroll
     for (int i = 0; i < kKeysOfLane; ++i) {
       const int at = 32 * i + lane;
       const bool exists = at < keys;
-      // Intervals may be the caller's and hold any numbers.
+      // Intervals may come from the caller and hold any numbers.
       int begin = 0, end = exists ? rows : 0;
       if (exists && !p.all_rows_see) {
         begin = min(max(key[i] - first_position, 0), rows);

@@ -1,21 +1,23 @@
-// The backward on Hopper for wide heads: consecutive keys, with lengths, causality, softcap and a window of keys; or
-// lists of keys for chunks of rows, with a bias for each key.
+// The backward on Hopper for wide heads: consecutive keys, also of packed sequences, with causality, and either
+// softcap and a window of keys, or a dense mask and a bias; or lists of keys for chunks of rows, with a bias for each
+// key.
 //
-// dk and dv of 64 keys and 256 columns fill a warpgroup's registers each, so that a thread block has no room for more
-// keys, and dq, which is added to sums in memory, would leave it for every 64 of them. Here two thread blocks of a
-// cluster share 128 keys: each computes ds of its own 64, and they exchange it, so that each can compute half of the
-// columns of dq = ds k for the keys of both. Q and dO come from memory once for both.
+// dk and dv of 64 keys and 256 columns fill the registers of a warpgroup each, so that a thread block has no room for
+// more keys. If thread blocks worked alone, dq would be added to sums in memory for every 64 keys. So two thread
+// blocks of a cluster share 128 keys: each computes ds of its own 64, and they exchange it, so that each can compute
+// half of the columns of dq = ds k for the keys of both. Q and dO are read from memory once for both.
 //
 // One thread of the first warpgroup, the producer, copies tiles. Listed keys are copied by warps beside it, and their
 // dk and dv are added to sums in memory. The two consumers have the same keys:
 //   the first    s^T = k q^T     p = exp(s - lse)        dv += p^T do     a panel of dq
 //   the second   dp^T = v do^T   ds = p (dp - delta)     dk += ds^T q     another panel
-// p goes from the first to the second through shared memory, ds to both, and to the other thread block. The products of
-// a step are queued in the order p^T do, dq of the step before, scores of the next step (and likewise), so that the
-// exchange has a step's time, and one consumer's products run while the other one's registers are worked on.
+// p goes from the first to the second through shared memory, ds to both, and to the other thread block. Each consumer
+// queues the products of a step in the order dv (or dk), dq of the step before, scores (or dp) of the next step. So
+// the exchange has a step's time, and one consumer's products run while the other one's registers are worked on.
 //
-// A cluster takes one block of keys, or one tile of a list. Where dq is added up in a fixed order, a warp beside the
-// producer waits for the turns of each consumer and passes them on: over lists one of those that have copied the keys.
+// A cluster takes one block of keys, or one tile of a list. Where dq is added up in a fixed order, each consumer has a
+// warp beside the producer that waits for its turns and passes them on; over lists it is one of the warps that have
+// copied the keys.
 // Bytes, registers and cycles are counted in docs/kernels/backward.md.
 #pragma once
 
@@ -27,9 +29,9 @@
 
 namespace dmattn::sm90 {
 
-// --- the consumers: a warpgroup each ----------------------------------------------------------------------------------
+// --- the consumers: a warpgroup each ---------------------------------------------------------------------------------
 
-// kIsGradient: the second of them.
+// kIsGradient: it is the second consumer, which computes ds and dk.
 template <class T, bool kIsGradient>
 struct WideConsumer : WideScores<T, kIsGradient> {
   using Base = WideScores<T, kIsGradient>;
@@ -56,14 +58,14 @@ struct WideConsumer : WideScores<T, kIsGradient> {
     const auto kt = dq_slice.partition_fragment_B(tile(s.k + panel() * T::kPanelK, typename T::LayoutKt{}));
     const auto other_kt =
         dq_slice.partition_fragment_B(tile(s.other_k + kConsumer * T::kPanelK, typename T::LayoutKt{}));
-    auto acc_s = partition_fragment_C(score_mma, Shape<Int<T::kOwnKeys>, Int<T::kBlockM>>{});  // or of dp
+    auto acc_s = partition_fragment_C(score_mma, Shape<Int<T::kOwnKeys>, Int<T::kBlockM>>{});  // scores, or dp
     auto acc_grad = partition_fragment_C(grad_mma, Shape<Int<T::kOwnKeys>, Int<T::kHeadDim>>{});
     auto operand = make_tensor<Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<T::kBlockM / 16>>>{});
     const Scores& scores = fragments<kFragmentsM>(acc_s);
 
-    float key_sums[2] = {0.f, 0.f};  // kKeyBias: of the thread's two keys
+    float key_sums[2] = {0.f, 0.f};  // kKeyBias: the gradient of the bias, of the thread's two keys
     clear(acc_grad);
-    // The zeros are in registers before any product starts: where they came later, all products would be serialized.
+    // The zeros have to be in registers before any product starts, or the compiler serializes all products.
     warpgroup_fence_operand(acc_grad);
     auto steps = [&] {
       if constexpr (T::kMasked) {
@@ -72,18 +74,18 @@ struct WideConsumer : WideScores<T, kIsGradient> {
         return Steps(p, item);
       }
     }();
-    float key_bias[2] = {0.f, 0.f};  // of the thread's two keys, of consecutive ones
+    float key_bias[2] = {0.f, 0.f};  // the bias of the thread's two keys, if they are consecutive ones
     if constexpr (T::kKeyBias && !T::kGathered && !kIsGradient) read_key_bias(key_bias);
     if (has_rows(steps)) {
-      int dq_before = 0;  // of the step before, or of the first one
+      int dq_before = 0;  // tile of dq of the step before; at the first step its own
       if constexpr (!T::kMasked) dq_before = dq_tile(steps);
       BiasAhead bias_ahead;
-      KeptScores kept;  // kMasked, of a tile that is cut
+      KeptScores kept;  // kMasked: of a tile with is_checked()
       const auto start_scores = [&](int n) __attribute__((always_inline)) {
         const auto place = place_of<kStagesOfFirst>(n);
         (kIsGradient ? s.dout_full : s.q_full)[place.stage].wait(place.phase);
-        // 0, which the compiler does not know: it would keep the addresses of all 16 parts of both operands in
-        // registers.
+        // 0, which the compiler does not know. It would otherwise keep the addresses of all 16 parts of both operands
+        // in registers.
         const int zero = n & static_cast<int>(p.zero);
         const auto keys =
             score_slice.partition_fragment_A(tile((kIsGradient ? s.v : s.k) + zero, typename T::LayoutK{}));
@@ -109,10 +111,11 @@ struct WideConsumer : WideScores<T, kIsGradient> {
         }
       };
 
-      // To step n, whose first product has been started: what it needs is announced beside the tile of that. The first
-      // consumer asks for the mask and the bias as soon as registers are free, which may be when dq has left some.
+      // Goes to step n, whose first product has been started: the step is announced beside Q or dO, for which that
+      // product has waited. The first consumer requests the mask and the bias as soon as registers are free; with 256
+      // columns those for a bias are free only after dq has left (finish_reading()).
       constexpr bool kReadsBiasEarly = kReadsBias && T::kHeadDim <= 192;
-      MaskWords mask_ahead;  // without a bias
+      MaskWords mask_ahead;  // used if there is no dense bias
       const auto go_to_step = [&](int n) __attribute__((always_inline)) {
         if constexpr (!T::kMasked) {
           if (n > 0) steps.advance();
@@ -133,7 +136,8 @@ struct WideConsumer : WideScores<T, kIsGradient> {
         }
       };
 
-      // A step in two halves. Between them only dv, or dk, is on its way, on all paths: see BwdConsumer::work().
+      // A step in two halves. Between them only the product for dv, or dk, is in flight, on all paths: see
+      // BwdConsumer::work().
       const auto front = [&]() __attribute__((always_inline)) {
         Scores weights;
         wait_for_product<0>(acc_s);
@@ -146,9 +150,9 @@ struct WideConsumer : WideScores<T, kIsGradient> {
           if constexpr (T::kDenseBias) {
             if (is_speaker()) dbias_of(steps).send_tile(s.ds[step % T::kStagesdS][0]);
           }
-          move(operand, gradients,
-               p.zero);  // out of the registers of dp, which the next dp has: see BwdConsumer::work()
-          // All threads have read delta.
+          // ds leaves the registers of dp, which the next dp needs: see BwdConsumer::work().
+          move(operand, gradients, p.zero);
+          // All threads have read delta before the barrier in send_ds().
           if (is_speaker()) release_in_both(s.dout_empty[place_of<T::kStagesdO>(step).stage]);
         } else {
           SentScores capped;
@@ -156,7 +160,7 @@ struct WideConsumer : WideScores<T, kIsGradient> {
           take_exp(scores, weights, capped, steps, kept, key_bias, bias_ahead);
           send_probabilities(weights, capped);
           if constexpr (std::is_same_v<Element, cutlass::half_t> && !T::kSoftcap) {
-            // What was sent are the same words, which would stay among the registers of the scores.
+            // The words are the same as those that were sent, and would otherwise stay in the registers of the scores.
             auto sent = make_tensor_like(operand);
             to_operand<Element>(sent, weights);
             move(operand, sent, p.zero);
@@ -224,12 +228,13 @@ struct WideConsumer : WideScores<T, kIsGradient> {
     if constexpr (T::kGathered) {
       add_grad(fragments<kFragmentsD>(acc_grad), key_sums);
     } else {
-      // In the memory of Q or dO, which nobody reads any more: dp was done before the last ds was there, which the
-      // first consumer has waited for, and the scores before the last p was, which the second one has.
+      // dk and dv leave through the memory of Q and dO, which nobody reads any more: the first consumer has waited for
+      // the last ds, before which the last dp was done, and the second one for the last p, before which the last
+      // scores were done.
       store_grad(acc_grad, kIsGradient ? s.q : s.dout, key_sums);
     }
     if constexpr (T::kDenseBias && kIsGradient) {
-      if (is_speaker()) cute::tma_store_wait<0>();  // what is being read from shared memory needs it to be there
+      if (is_speaker()) cute::tma_store_wait<0>();  // TMA may still be reading shared memory
     }
   }
 
@@ -242,16 +247,16 @@ struct WideConsumer : WideScores<T, kIsGradient> {
     }
   }
 
-  // That the consumer computes of dq.
+  // The panel of dq that the consumer computes.
   __device__ __forceinline__ int panel() const { return rank * T::kOwnPanels + kConsumer; }
-  // Of all tiles of dq, that of the step's rows.
+  // The number of the step's tile among those of dq.
   __device__ __forceinline__ int dq_tile(const Steps& steps) const {
     return dq_block_of<T>(p, item, steps.head, steps.m);
   }
-  // To the consumer's part of a tile.
+  // Adds to the consumer's part of a tile of dq.
   __device__ __forceinline__ void add_dq(const float (&acc)[T::Dq::kFragments][4], int dq_tile) const {
     if (T::kPanels < T::kAllPanels && panel() >= T::kPanels) return;
-    const int first = panel() * T::Dq::kPart;  // of the tile's elements
+    const int first = panel() * T::Dq::kPart;  // the first element of that part
     float* const to = p.dq_accum + static_cast<int64_t>(dq_tile) * p.dq_tile + first + thread * 4;
     if (first + T::Dq::kPart <= p.dq_tile) {  // the usual case, without a comparison for each fragment
 #pragma unroll
@@ -264,9 +269,10 @@ struct WideConsumer : WideScores<T, kIsGradient> {
     }
   }
 
-  // --- the first consumer ---------------------------------------------------------------------------------------------
+  // --- the first consumer --------------------------------------------------------------------------------------------
 
-  // The second consumer has read what the stage held: the first one has used the ds that was made of it two steps ago.
+  // The second consumer has read what the stage held two steps ago: this consumer has already used the ds that was
+  // made of it.
   __device__ __forceinline__ void send_probabilities(const Scores& probabilities, const SentScores& capped) {
     using Half = ElementTraits<cutlass::half_t>;
     const int stage = step % T::kStagesP;
@@ -286,7 +292,7 @@ struct WideConsumer : WideScores<T, kIsGradient> {
     if (lane == 0) s.p_full[stage].arrive();
   }
 
-  // --- the second consumer --------------------------------------------------------------------------------------------
+  // --- the second consumer -------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ void take_ds(const Scores& dp, Scores& ds) {
     const auto p_place = place_of<T::kStagesP>(step);
@@ -308,8 +314,8 @@ struct WideConsumer : WideScores<T, kIsGradient> {
     }
   }
 
-  // To this block's stage, and from there to the other's. Both blocks' consumers are done with what the stages held: so
-  // the copy from here to there is, too.
+  // Writes ds to this block's stage, and copies it from there to the other block's. The consumers of both blocks are
+  // done with what the stages held; so the copy that read this stage is done, too.
   template <class Operand>
   __device__ __forceinline__ void send_ds(const Operand& operand) {
     constexpr uint32_t kBytes = T::kPaneldS * sizeof(Element);
@@ -331,7 +337,7 @@ struct WideConsumer : WideScores<T, kIsGradient> {
     return {p, item.batch, steps.head, steps.m * T::kBlockM, own_block() * T::kOwnKeys};
   }
 
-  // --- dk and dv of listed keys are added to sums ---------------------------------------------------------------------
+  // --- dk and dv of listed keys are added to sums --------------------------------------------------------------------
 
   // In a fixed order as in BwdResults: each chunk has rows of its own, or chunks take turns.
   __device__ __forceinline__ void add_grad(float (&acc)[kFragmentsD][4], const float (&key_sums)[2]) const {
@@ -375,12 +381,12 @@ struct WideConsumer : WideScores<T, kIsGradient> {
     sum = sum_of_row_lanes(sum);
     if (lane % 4 == 0 && exists) p.terms.dbias[row] = sum;
   }
-  // Four neighbouring lanes have the rows of a key.
+  // Sums over four neighbouring lanes, which have the rows of a key.
   static __device__ __forceinline__ float sum_of_row_lanes(float sum) {
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
     return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
   }
-  // All heads of the item have one bias: it does not matter at which of them the sums go in.
+  // All heads of the item share one bias, so that the sums may be added at any of them.
   __device__ __forceinline__ void add_dbias(float sum, int key, bool exists) const {
     if (p.dbias_cols == nullptr) return;
     sum = sum_of_row_lanes(sum);
@@ -388,16 +394,17 @@ struct WideConsumer : WideScores<T, kIsGradient> {
     if (lane % 4 == 0 && exists) atomicAdd(p.dbias_cols + head * p.seqlen_k + key, sum);
   }
 
-  // --- dk and dv leave ------------------------------------------------------------------------------------------------
+  // --- dk and dv leave -----------------------------------------------------------------------------------------------
 
-  // Of parts of the keys that are added in order, dk and dv together; nullptr: in any order.
+  // The counter of turns of the block's own keys, where parts are added in order. dk and dv count at the same counter.
+  // nullptr: parts are added in any order.
   __device__ __forceinline__ int32_t* part_counter() const {
     if (T::kGathered || p.dkv_semaphore == nullptr) return nullptr;
     const int64_t head = static_cast<int64_t>(item.batch) * p.nheads_k + item.head_k;
     return p.dkv_semaphore + (head * p.n_blocks + item.n_block) * T::kCluster + rank;
   }
 
-  // Of a bias for each key, with dk.
+  // Adds the gradient of a bias for each key, which the consumer of dk has.
   __device__ __forceinline__ void add_key_sums(const float (&key_sums)[2]) const {
     if constexpr (T::kKeyBias && kIsGradient) {
 #pragma unroll
@@ -438,7 +445,7 @@ struct WideConsumer : WideScores<T, kIsGradient> {
     if (!is_speaker()) return;
     send_grad<T>(kIsGradient ? p.dk : p.dv, stage, WideProducer<T>::first_key(item, rank), item.head_k,
                  place_of_keys(item));
-    cute::tma_store_wait<0>();  // what is being read from shared memory needs it to be there
+    cute::tma_store_wait<0>();  // TMA may still be reading shared memory
   }
 };
 
@@ -483,7 +490,7 @@ __global__ void __cluster_dims__(T::kCluster, 1, 1) __launch_bounds__(T::kThread
     init_wide_barriers<T>(p, s);
     if constexpr (T::kPacked) s.item = item;
   }
-  cute::cluster_sync();  // both have barriers before the first copy to both
+  cute::cluster_sync();  // the barriers of both exist before the first copy to both
   const int group = cutlass::canonical_warp_group_idx();
   if (group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
@@ -497,14 +504,14 @@ __global__ void __cluster_dims__(T::kCluster, 1, 1) __launch_bounds__(T::kThread
   } else {
     cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
     const BwdItemOf<T>* own = &item;
-    if constexpr (T::kPacked) own = &s.item;  // see WideConsumer
+    if constexpr (T::kPacked) own = &s.item;  // to save registers
     if (group == 1) {
       WideConsumer<T, false>(p, s, *own, rank).run();
     } else {
       WideConsumer<T, true>(p, s, *own, rank).run();
     }
   }
-  // No thread block ends while the other still reaches for its shared memory.
+  // No thread block ends while the other still accesses its shared memory.
   __syncwarp();
   cute::cluster_sync();
 }

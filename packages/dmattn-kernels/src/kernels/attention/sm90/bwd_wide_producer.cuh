@@ -1,4 +1,4 @@
-// The producer of the Hopper backward for wide heads, and what the two thread blocks of a cluster say to each other.
+// The producer of the Hopper backward for wide heads, and how the two thread blocks of a cluster signal each other.
 #pragma once
 
 #include "bwd_mask.cuh"
@@ -6,17 +6,17 @@
 
 namespace dmattn::sm90 {
 
-// --- both thread blocks -----------------------------------------------------------------------------------------------
+// --- both thread blocks ----------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ int other_rank() { return static_cast<int>(cute::block_rank_in_cluster()) ^ 1; }
 
-// Says to both thread blocks that this one is done with a buffer that both write.
+// Tells both thread blocks that this one is done with a buffer that both write.
 __device__ __forceinline__ void release_in_both(Barrier& empty) {
   empty.arrive();
   cutlass::arch::ClusterBarrier::arrive(&empty.word, other_rank(), 1);
 }
 
-// Copies shared memory to the same addresses `to` and `full` of the other thread block, whose barrier counts the bytes.
+// Copies `bytes` of shared memory to `to` in the other thread block, whose barrier `full` counts them.
 __device__ __forceinline__ void send_to_other(const void* from, void* to, Barrier& full, uint32_t bytes) {
   asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    cute::set_block_rank(smem_u32(to), other_rank())),
@@ -30,8 +30,9 @@ __device__ __forceinline__ void init_wide_barriers(const BwdArguments& p, typena
   s.v_full.init(T::kGathered ? 32 : 1);
   s.facts_full.init(32);
   s.rows_known.init(1);
-  // Q is released by the second consumers, which know that the first are done with it when they have p. dO is released
-  // by both, and so is ds. Warps that take turns read what is announced beside Q.
+  // Q is released by the second consumers of both thread blocks: when they have p, the first ones are done with Q. dO
+  // and ds are released by all four consumers. Warps that take turns read what is announced beside Q, and release it,
+  // too.
   const int turn_warps = T::kMasked && p.dq_semaphore != nullptr ? T::kConsumers : 0;
   for (int i = 0; i < T::kStagesQ; ++i) {
     s.q_full[i].init(1);
@@ -41,19 +42,19 @@ __device__ __forceinline__ void init_wide_barriers(const BwdArguments& p, typena
     s.dout_full[i].init(1);
     s.dout_empty[i].init(T::kCluster * T::kConsumers);
   }
-  for (int i = 0; i < T::kStagesP; ++i) s.p_full[i].init(4);  // a warp each
+  for (int i = 0; i < T::kStagesP; ++i) s.p_full[i].init(4);  // each warp arrives once
   for (int i = 0; i < T::kStagesdS; ++i) {
     s.ds_full[i].init(1);
     s.ds_empty[i].init(T::kCluster * T::kConsumers);
   }
   for (int i = 0; i < T::kConsumers; ++i) {
     s.turn_full[i].init(1);
-    s.turn_used[i].init(4);  // a warp each
+    s.turn_used[i].init(4);  // each warp arrives once
   }
   cutlass::arch::fence_barrier_init();
 }
 
-// --- the producer: one thread -----------------------------------------------------------------------------------------
+// --- the producer: one thread ----------------------------------------------------------------------------------------
 
 template <class T>
 struct WideProducer {
@@ -84,8 +85,8 @@ struct WideProducer {
     }
   }
 
-  // The tiles that the mask leaves, each announced beside its Q and beside its dO. Both thread blocks find the same.
-  // One is looked for ahead, to know which is the last.
+  // Loads the tiles that the mask leaves, each announced beside its Q and beside its dO. Both thread blocks find the
+  // same tiles. The next tile is found before one is announced, to know which is the last.
   __device__ __forceinline__ void run_masked(const BwdItem& item) {
     MaskedRows<T> rows(p, item);
     RowTile tile = rows.next();
@@ -96,7 +97,7 @@ struct WideProducer {
       const RowTile after = rows.next();
       tile = tile.as_last(!after.exists());
       prefetch(tile, item);
-      // What a stage announces has been read: all consumers have used what it held.
+      // What was announced beside a stage has been read when all consumers have released the stage.
       s.q_empty[q_place.stage].wait(q_place.phase ^ 1);
       s.rows.with_q[q_place.stage] = tile;
       load_q(tile.head, tile.m(), item);
@@ -108,7 +109,7 @@ struct WideProducer {
       tile = after;
     }
   }
-  // What the first consumer reads from memory itself comes into the L2 cache before.
+  // Brings into the L2 cache what the first consumer reads from memory itself: the mask's bits and the bias.
   __device__ __forceinline__ void prefetch(RowTile tile, const BwdItem& item) const {
     const int row = tile.m() * T::kBlockM;
     if (tile.is_partial()) {
@@ -127,7 +128,7 @@ struct WideProducer {
   static __device__ __forceinline__ int first_key(const Item& item, int rank) {
     return item.n_block * T::kBlockN + rank * T::kOwnKeys;
   }
-  // The block's own keys, and of the other's what its part of dq needs.
+  // Loads K of the block's own keys and, of the other block's keys, the columns of dq that this block computes.
   __device__ __forceinline__ void load_k(const Item& item) {
     s.k_full.arrive_and_expect((T::kWholeK + T::kOwnPanels * T::kPanelK) * sizeof(Element));
     load_tile<T::kOwnKeys, T::kAllPanels, T::kPanelCols>(p.k, s.k_full, cute::TMA::CacheHintSm90::EVICT_FIRST, s.k,
@@ -157,9 +158,9 @@ struct WideProducer {
               dout_place.phase, 0, head, m, item);
     dout_place.advance();
   }
-  // Half of the panels for both thread blocks, the other half of which come from the other one; and for this one alone
-  // the number that each row has. `more`: bytes that are copied to the same barrier besides. What the other has copied
-  // may arrive before the barrier is told to expect it: no phase ends before this thread has arrived.
+  // Copies half of the panels to both thread blocks, as the other block does with the other half, and to this one
+  // alone lse or delta of the rows. `more`: further bytes that are copied to the same barrier. What the other block
+  // copies may arrive before the barrier is told to expect it: no phase ends before this thread has arrived.
   __device__ __forceinline__ void load_rows(const CUtensorMap& map, const float* stats, Element* tile, float* stat,
                                             Barrier& full, Barrier& empty, int phase, uint32_t more, int head, int m,
                                             const Item& item) {

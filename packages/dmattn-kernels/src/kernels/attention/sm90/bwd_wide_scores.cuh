@@ -9,13 +9,13 @@
 
 namespace dmattn::sm90 {
 
-// Where step n has its place in a ring.
+// The place of step n in a ring.
 template <int kStages>
 __device__ __forceinline__ RingPlace<kStages> place_of(int n) {
   return {n % kStages, n / kStages % 2};
 }
 
-// kIsGradient: the second consumer, which makes gradients of the first one's probabilities.
+// kIsGradient: the second consumer, which computes gradients from the first one's probabilities.
 template <class T, bool kIsGradient>
 struct WideScores {
   using Element = typename T::Element;
@@ -25,21 +25,22 @@ struct WideScores {
   static constexpr int kOwnBarrier = 1;  // of the warpgroup; 0 is __syncthreads()
   static constexpr int kConsumer = kIsGradient ? 1 : 0;
   using Scores = float[kFragmentsM][4];  // see BwdConsumerState
-  // With softcap, two fp16 a word: the probability times the derivative of softcap, of which ds is made.
+  // With softcap, two fp16 a word: the probability times the derivative of softcap, from which ds is computed.
   using SentScores = uint32_t[T::kSoftcap ? 2 * kFragmentsM : 1];
-  // Probabilities are kept times so many, from the scores on until ds and dv: the second consumer gets them in fp16, of
-  // which those of very long rows would otherwise be subnormal.
+  // Probabilities are kept times 2^kLog2Scale until ds and dv are computed: the second consumer gets them in fp16,
+  // where those of very long rows would otherwise be subnormal.
   static constexpr int kLog2Scale = 12;
   static constexpr float kUnscale = 1.f / (1 << kLog2Scale);
   static constexpr bool kReadsBias = T::kDenseBias && !kIsGradient;
-  // Of the rows of the next scores, asked for while these are computed.
+  // The bias of the next scores, requested while these are computed.
   using BiasAhead = BiasWords<kReadsBias ? kFragmentsM : 1>;
 
   const BwdArguments& p;
   typename T::Shared& s;
-  const Item& item;                    // of a packed sequence in shared memory, to save registers
+  const Item& item;                    // of packed sequences it is in shared memory, to save registers
   const int rank, thread, warp, lane;  // thread, warp: in the warpgroup
-  // Of the item; buffers are used in turn, so that it says which of them, and the phase of their barriers.
+  // The number of the step in its item. Buffers are used in turn, so that the number says which of them, and the phase
+  // of their barriers.
   int step = 0;
 
   __device__ __forceinline__ WideScores(const BwdArguments& arguments, typename T::Shared& shared, const Item& given,
@@ -52,14 +53,15 @@ struct WideScores {
         warp(threadIdx.x / 32 % 4),
         lane(threadIdx.x % 32) {}
 
-  // The first product of a step has Q or dO as its second operand, which come with lse or delta; the second product has
-  // the other of them.
+  // The first product of a step has Q or dO as its second operand, which come with lse or delta; the second product
+  // has the other one.
   static constexpr int kStagesOfFirst = kIsGradient ? T::kStagesdO : T::kStagesQ;
   static constexpr int kStagesOfSecond = kIsGradient ? T::kStagesQ : T::kStagesdO;
 
-  // Rows of K and V that a mask of keys hides from all rows may be NaN: they become zeros, see
-  // BwdConsumerState::clear_hidden_keys(). The first consumer has the block's own K, the second one V, and each what it
-  // needs of the other block's K. That of the second, for dq, waits for a p of the first, which comes behind this.
+  // Sets rows of K and V that a mask of keys hides from all rows to zero, as they may be NaN: see
+  // BwdConsumerState::clear_hidden_keys(). The first consumer does so in the block's own K, the second one in V, and
+  // each in its panel of the other block's K. The second consumer reads the block's own K only for dq, after it has
+  // waited for a p of the first, which comes after this.
   __device__ __forceinline__ void clear_hidden_keys() const {
     if (!p.mask.is_key_only) return;
     const int own = thread / 2, first = own_block() * T::kOwnKeys;
@@ -87,13 +89,13 @@ struct WideScores {
   __device__ __forceinline__ bool is_speaker() const { return thread == 0; }
   __device__ __forceinline__ void sync_own() const { cutlass::arch::NamedBarrier::sync(128, kOwnBarrier + kConsumer); }
 
-  // The thread block's keys alone.
+  // For cuts_tile(): a tile of the thread block's own keys.
   struct OwnTile {
     static constexpr int kBlockM = T::kBlockM, kBlockN = T::kOwnKeys;
     static constexpr bool kWindows = T::kWindows;
   };
   __device__ __forceinline__ int own_block() const { return item.n_block * T::kCluster + rank; }
-  // Of the item, which says them where sequences are packed.
+  // The lengths of the item's packed sequence, or of all rows and keys.
   __device__ __forceinline__ decltype(auto) lengths() const {
     if constexpr (T::kPacked) {
       return PackedLengths{item.q.length, item.k.length, p.is_causal};
@@ -111,7 +113,7 @@ struct WideScores {
       take_exp<false>(scores, probabilities, capped, steps, kept, key_bias, bias_ahead);
     }
   }
-  // Whether rows and keys meet of which the one does not see the other, or one of which there is not.
+  // Whether some scores of the tile have to be masked.
   __device__ __forceinline__ bool is_cut(const Steps& steps) const {
     if constexpr (T::kGathered) {
       const int2 all = s.facts.seen_by_all;
@@ -123,11 +125,11 @@ struct WideScores {
       return cuts_tile<OwnTile>(lengths(), steps.m, own_block());
     }
   }
-  // Of the step; over lists it counts from the item's first one.
+  // The first row of the step, over lists counted from the item's first row.
   __device__ __forceinline__ int first_row(const Steps& steps) const {
     return (T::kGathered ? steps.m - item.m_begin : steps.m) * T::kBlockM;
   }
-  // The thread's two keys are 8 apart in the block.
+  // The thread's key `half` of its two, which are 8 apart, counted in the thread block's keys.
   __device__ __forceinline__ int own_key(int half) const { return 16 * warp + lane / 4 + 8 * half; }
   // The rows that see a key, counted from the first one that the thread has.
   struct SeenBy {
@@ -153,7 +155,7 @@ struct WideScores {
       return {(key >= own.seqlen_k ? INT_MAX / 2 : seen_from) - own_row, 0};
     }
   }
-  // The first row and key of the thread's.
+  // The thread's first row and key.
   __device__ __forceinline__ int first_own_row(const Steps& steps) const { return steps.m * T::kBlockM + lane % 4 * 2; }
   __device__ __forceinline__ int first_own_key() const { return own_block() * T::kOwnKeys + own_key(0); }
   template <bool kAhead, class Announced>
@@ -193,7 +195,7 @@ struct WideScores {
     const int64_t base = item.batch * p.bias.batch_stride + head * p.bias.head_stride;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int key = min(own_block() * T::kOwnKeys + own_key(half), p.seqlen_k - 1);  // others are cut
+      const int key = min(own_block() * T::kOwnKeys + own_key(half), p.seqlen_k - 1);  // the others are masked
       bias[half] = load_bias(p.bias, base + key * p.bias.col_stride, std::is_same_v<Element, cutlass::bfloat16_t>);
     }
   }
@@ -237,7 +239,7 @@ struct WideScores {
             own_bias = bias[e / 2];
           }
           x = __fmaf_rn(x, p.softmax_scale, own_bias);
-          x = is_seen ? x : -INFINITY;  // after the bias: what is cut may have any, even NaN
+          x = is_seen ? x : -INFINITY;  // after the bias: that of a masked score may be anything, even NaN
           x = __fmaf_rn(x - own_lse, kLog2e, kLog2Scale - (e % 2 == 0 ? row_rest.x : row_rest.y));
         } else {
           x = __fmaf_rn(is_seen ? x : -INFINITY, scale_log2, -(own_lse - kLog2Scale));

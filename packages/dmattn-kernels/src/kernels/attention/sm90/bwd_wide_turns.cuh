@@ -8,7 +8,7 @@
 
 namespace dmattn::sm90 {
 
-// Whether dq is added up in order: over lists by a kernel of its own, otherwise as may_take_turns() has said.
+// Whether dq is added up in order: over lists a kernel of its own does that, otherwise may_take_turns() has decided.
 template <class T>
 __device__ __forceinline__ bool takes_turns(const BwdArguments& p, const typename T::Shared& s) {
   if constexpr (T::kGathered) return T::kOrdered;
@@ -16,16 +16,16 @@ __device__ __forceinline__ bool takes_turns(const BwdArguments& p, const typenam
   return p.dq_semaphore != nullptr;
 }
 
-// As in BwdDq, but the consumers add their parts of dq themselves. Polling a counter, and the fence before it is
-// advanced, take a good part of a step, beside which they run here. Each of the four consumers of a cluster counts
-// once. Whole warp, of which one thread waits.
+// Turns at dq as in BwdDq, but the consumers add their parts themselves. Polling a counter, and the fence before it is
+// advanced, take a good part of a step; in this warp they run beside the step. Each of the four consumers of a cluster
+// counts once. Whole warp, of which one thread waits.
 template <class T>
 struct WideTurns {
   const BwdArguments& p;
   typename T::Shared& s;
   const int consumer, lane;
   int phase = 0;
-  int tiles_before = 0;  // over lists, at the block of rows of the lane: see count_tiles_before()
+  int tiles_before = 0;  // over lists, at the lane's block of rows: see count_tiles_before()
 
   __device__ __forceinline__ void run(const BwdItemOf<T>& item) {
     if constexpr (T::kGathered) tiles_before = count_tiles_before(p, item, lane);
@@ -63,7 +63,7 @@ struct WideTurns {
     }
     return {dq_block_of<T>(p, item, head, m), before * T::kCluster * T::kConsumers};
   }
-  // As in DqTurns; but the consumer may go on to the next step before the fence, if its turn has come by then.
+  // As in DqTurns, but the consumer may go on to the next step before the fence, if the next turn has come by then.
   __device__ __forceinline__ void begin(const BwdItemOf<T>&, int, int, const Turn& turn, bool is_turn) const {
     if (lane == 0 && !is_turn) {
       wait_for_turn(p.dq_semaphore + turn.counter, turn.value);
@@ -84,10 +84,11 @@ struct WideTurns {
   }
 };
 
-// Where clusters wait for each other, no item belongs to one before it runs: see BwdProducer::run(). All threads.
+// Takes the number of the cluster's item. Where clusters wait for each other, it must not follow from the number of
+// the cluster: see BwdProducer::run(). All threads.
 template <class T>
 __device__ __forceinline__ int take_number(const BwdArguments& p, typename T::Shared& s, int rank) {
-  cute::cluster_sync();  // the other thread block has begun
+  cute::cluster_sync();  // the other thread block has started
   if (rank == 0 && threadIdx.x == 0) {
     const int number = atomicAdd(p.work_counter, 1);
     s.number = number;

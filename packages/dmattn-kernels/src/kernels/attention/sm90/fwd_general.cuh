@@ -1,5 +1,5 @@
-// What the general forward kernels on Hopper do beyond lengths and causality: tiles that a dense mask leaves, and
-// scores that softcap, a bias and the mask change.
+// What the general forward kernels on Hopper do beyond lengths and causality: they skip tiles in which a dense mask
+// keeps nothing, and change the scores by softcap, a bias and the mask.
 #pragma once
 
 #include <utility>
@@ -13,7 +13,7 @@
 
 namespace dmattn::sm90 {
 
-// A tile of keys as the producer announces it, beside its K.
+// A tile of keys as the producer announces it, beside the tile's K.
 struct KeyTile {
   uint32_t word;
 
@@ -21,12 +21,12 @@ struct KeyTile {
     return {static_cast<uint32_t>(n) << 3 | is_last << 2 | is_partial << 1 | static_cast<uint32_t>(is_cut)};
   }
   __device__ __forceinline__ int n() const { return static_cast<int>(word >> 3); }
-  // Rows meet keys past those that they may see, before these, or past the last one.
+  // Causality, a window or the end of the keys hides some of the keys from some of the rows.
   __device__ __forceinline__ bool is_cut() const { return word & 1; }
-  // The dense mask leaves some of it.
+  // The dense mask keeps only a part of the tile.
   __device__ __forceinline__ bool is_partial() const { return word & 2; }
   __device__ __forceinline__ bool is_changed() const { return word & 3; }
-  // The item has no more.
+  // The item has no more tiles.
   __device__ __forceinline__ bool is_last() const { return word & 4; }
 };
 
@@ -34,7 +34,7 @@ __device__ __forceinline__ int64_t find_mask_head(const MaskBits& mask, const Fw
   return static_cast<int64_t>(mask.batch > 1 ? item.batch : 0) * mask.heads + item.head / mask.head_ratio;
 }
 
-// The tiles of the item that the mask leaves, from tile `begin` on.
+// The tiles of the item, from tile `begin` on, in which the mask keeps something.
 template <class T>
 __device__ __forceinline__ MaskTileWalk<T::kBlockM, T::kBlockN> walk_mask_tiles(const GeneralFwdArguments& p,
                                                                                 const FwdItem& item, int begin) {
@@ -47,9 +47,9 @@ __device__ __forceinline__ MaskTileWalk<T::kBlockM, T::kBlockN> walk_mask_tiles(
 
 __device__ __forceinline__ bool has_key_bias(const GeneralFwdArguments& p) { return p.bias.kind == BiasKind::kKey; }
 
-// Writes the bias of each key into shared memory, tile by tile as the producer takes them: a warp. It shares a
-// scheduler with a warp of each consumer. Where these are bound by their instructions (kBiasInProduct), its own count
-// as well.
+// A warp that writes the bias of each key into shared memory, tile by tile in the order of the producer. It shares a
+// scheduler with one warp of each consumer. Where consumers are limited by the issue of instructions
+// (kBiasInProduct), the instructions of this warp count as well.
 template <class T>
 struct KeyBiasLoader {
   static constexpr int kKeysPerLane = T::kBlockN / 32;
@@ -62,7 +62,7 @@ struct KeyBiasLoader {
   typename T::Shared& s;
   const int lane;
   const float factor;
-  RingPlace<2> item_place, place;  // place: of the bias, or of K where the bias is in its product
+  RingPlace<2> item_place, place;  // place: in the ring of the bias, or of K if the products add the bias
 
   __device__ __forceinline__ KeyBiasLoader(const typename T::Arguments& arguments, typename T::Shared& shared,
                                            int lane_)
@@ -84,7 +84,7 @@ struct KeyBiasLoader {
     for (int n = tiles.before(blocks.end).n; n >= 0; n = tiles.before(n).n) load_tile(base, n);
   }
 
-  // Keys past the last one get its number, and -inf later.
+  // Keys past the last one get the bias of the last one; their scores become -inf later.
   __device__ __forceinline__ void load_tile(int64_t base, int n) {
     Bias bias;
     if constexpr (T::kBiasInProduct) {
@@ -107,7 +107,7 @@ struct KeyBiasLoader {
     }
     place.advance();
   }
-  // With as few instructions as there can be for a whole tile. Number: float, or the 16 bits of an Element.
+  // Takes as few instructions as possible for a whole tile. Number: float, or uint16_t with the bits of an Element.
   template <class Number>
   __device__ __forceinline__ void read_tile(Bias& bias, int64_t base, int n) const {
     const int first = n * T::kBlockN + lane;
@@ -136,14 +136,14 @@ struct KeyBiasLoader {
     for (int i = 0; i < kKeysPerLane; ++i) stage[Layout::word(32 * i + lane)] = bias[i];
   }
 
-  // Beside K: consumers start the product when both are there, and are done with both at the same time. What can be
-  // done before the stage is free is.
+  // Writes the operands beside the tile's K: consumers wait for both at once and release both at once. All that can
+  // be done before the stage is free comes before the wait for it.
   __device__ __forceinline__ void write_operands(const Bias& bias) const {
     static_assert(T::kStages == 2);
     const float most = most_bias_in_product<Element>(p.softmax_scale);
     bool is_small = true;
 #pragma unroll
-    for (int i = 0; i < kKeysPerLane; ++i) is_small &= fabsf(bias[i]) <= most;  // NaN is large
+    for (int i = 0; i < kKeysPerLane; ++i) is_small &= fabsf(bias[i]) <= most;  // NaN counts as large
     const bool is_large = __any_sync(0xffffffffu, !is_small);
     uint2 columns[kKeysPerLane];
 #pragma unroll
@@ -161,7 +161,8 @@ struct KeyBiasLoader {
   }
 };
 
-// Of a bias whose rows start on any two bytes, what a thread takes of each tile of an item: row is its first one.
+// What a thread reads in each tile of an item, of a bias whose rows start on any two bytes. row: the first of the
+// thread's two rows.
 struct NoPairs {};
 template <class T>
 __device__ __forceinline__ auto find_shifted_pairs(const typename T::Arguments& p, const FwdItem& item, uint32_t ring,
@@ -177,7 +178,7 @@ __device__ __forceinline__ auto find_shifted_pairs(const typename T::Arguments& 
   }
 }
 
-// Between the scores of a tile and their softmax, for the 64 rows of a consumer.
+// Changes the scores of a tile before their softmax, for the 64 rows of a consumer.
 template <class T>
 struct ScoreChanges {
   static constexpr int kFragments = T::kBlockN / 8, kWords = T::kBlockN / 32;
@@ -187,27 +188,28 @@ struct ScoreChanges {
 
   const typename T::Arguments& p;
   General& s;
-  RingPlace<2>& place;   // of the bias
+  RingPlace<2>& place;   // in the ring of the bias
   const int warp, lane;  // warp: among the consumers
   const int first_row;   // the first of the two rows that this thread has, the other comes 8 later
-  const uint32_t* bits;  // of the first row, where there is a mask
-  // Of both rows, one of the words of the tile: threads of a quad exchange theirs. Read while the scores of the tile
-  // are computed.
+  const uint32_t* bits;  // this lane's word of row 0 of the mask, where there is a mask
+  // For both rows, one of the mask's words of the tile; the threads of a quad exchange theirs. Read while the scores
+  // of the tile are computed.
   uint32_t mask_words[2];
-  // Likewise the first of the bias, as many as there are registers for: 16 bytes of a bias for each key, or 16-bit
-  // numbers for two fragments. kAny reads nothing before it needs it.
+  // The first numbers of the bias, read at the same time, as many as there are registers for. An entry has 16 bytes
+  // of a bias for each key, or the 16-bit numbers of two fragments. kAny reads nothing ahead.
   static constexpr bool kReadsBiasAhead =
       (T::kMode == ScoreMode::kKeyBias && !T::kBiasInProduct) || T::kMode == ScoreMode::kTileBias || T::kHasBoxedBias;
   static constexpr int kAhead = kReadsBiasAhead ? (T::kConsumers == 2 ? 4 : 1) : 0;
   uint32_t ahead[kAhead + 1][4];
-  // Of a bias in fp32. At head_dim 64 and 192 calls took up to 1.1 times as long with it.
+  // How many entries of an fp32 bias are read ahead. At head_dim 64 and 192 this made calls take up to 1.1 times as
+  // long.
   static constexpr int kWideAhead = T::kHeadDim == 128 || T::kHeadDim == 256 ? kAhead : 0;
-  // Where the thread begins to read the bias of the first stage. Opaque: the compiler, short of registers, would read
-  // threadIdx again in each step, and wait for it. Other head dimensions are no faster with it.
+  // Where the thread begins to read the bias of the first stage. The compiler is kept from computing it again: it is
+  // short of registers, and would read threadIdx and wait for it in each step, as it does at other head dimensions.
   uint32_t own_bias = 0;
   static constexpr bool kHasOwnBias = T::kHeadDim == 128 && T::kLogits && !T::kHasBoxedBias && !T::kBiasInProduct;
   const Pairs pairs;
-  uint32_t last_numbers[2][2];  // of both rows, with `pairs`: likewise read ahead
+  uint32_t last_numbers[2][2];  // of both rows, for `pairs`: also read ahead
 
   __device__ __forceinline__ ScoreChanges(const typename T::Arguments& arguments, General& shared,
                                           RingPlace<2>& bias_place, int warp_, int lane_, const FwdItem& item)
@@ -225,7 +227,7 @@ struct ScoreChanges {
     }
   }
 
-  // While the scores of the tile are computed: nothing here waits for what is read.
+  // Called while the scores of the tile are computed. Nothing here uses what is loaded, so no load is waited for.
   __device__ __forceinline__ void read_ahead(KeyTile tile) {
     if constexpr (T::kHasBoxedBias) {
       const int key = tile.n() * T::kBlockN;
@@ -262,7 +264,7 @@ struct ScoreChanges {
       scale_scores(scores, p.softmax_scale, p.softcap);
       factor = 1.f;
     }
-    constexpr bool kSure = T::kMode != ScoreMode::kAny;  // that there is a bias
+    constexpr bool kSure = T::kMode != ScoreMode::kAny;  // whether the mode implies a bias
     if constexpr (T::kHasTileBias && !T::kHasWideBias) {
       add_narrow_bias(scores, factor);
     } else if (T::kHasKeyBias && (kSure || has_key_bias(p))) {
@@ -293,11 +295,11 @@ struct ScoreChanges {
     }
   }
 
-  // The two fragments of which read_narrow_bias() reads the bias.
+  // The two fragments of which the i-th read_narrow_bias() reads the bias.
   static __device__ __forceinline__ constexpr int fragment(int i, int which) {
     return T::kHasBoxedBias ? i + which * (kFragments / 2) : 2 * i + which;
   }
-  // Of two fragments: ldmatrix gives 16-bit numbers to the threads that hold the scores.
+  // Reads the bias of two fragments: ldmatrix brings 16-bit numbers to the threads that hold the scores.
   __device__ __forceinline__ void read_narrow_bias(uint32_t (&words)[4], int i) const {
     if constexpr (T::kHasBoxedBias) {
       pairs.read(words, i, place.stage);
@@ -346,10 +348,11 @@ struct ScoreChanges {
     release_stage();
   }
 
-  // In fp32 a stage has half of the fragments. Of eight bytes a thread, half of a warp is read at a time: four rows, 32
-  // bytes each. The swizzle puts those of an odd row to the banks of the row before. So odd rows read the fragment two
-  // further on, or two before, and exchange the two afterwards.
-  static constexpr int kWideReads = kFragments / 2;  // of a stage: of two fragments, and one of the two rows
+  // An fp32 stage has half of a tile's fragments. A thread reads eight bytes at a time, and half a warp is served at
+  // once: 32 bytes of each of four rows. The swizzle puts the bytes of an odd row on the same banks as those of the
+  // row before. So threads of odd rows read the fragment two further on, or two before, and exchange the two
+  // afterwards.
+  static constexpr int kWideReads = kFragments / 2;  // of a stage; each is of two fragments and one of the two rows
   static __device__ __forceinline__ constexpr int wide_fragment(int read) { return read / 4 * 4 + read / 2 % 2; }
 
   __device__ __forceinline__ uint32_t wide_rows() const {
@@ -358,7 +361,8 @@ struct ScoreChanges {
     return own_row ^ (row % 2 != 0 ? 2 << 5 : 0);
   }
   __device__ __forceinline__ bool is_odd_row() const {
-    return kHasOwnBias ? (own_bias & 128) != 0 : lane / 4 % 2 != 0;  // s.bias starts on 1 KB
+    // s.bias starts on 1 KB, so bit 7 of an address tells whether the row is odd.
+    return kHasOwnBias ? (own_bias & 128) != 0 : lane / 4 % 2 != 0;
   }
 
   __device__ __forceinline__ void read_wide_bias(uint32_t (&words)[4], int read, int stage) const {
@@ -368,8 +372,8 @@ struct ScoreChanges {
                 y = ld_shared_v2((rows ^ (wide_fragment(read) % 4 + 2 << 5)) + panel);
     words[0] = x.x, words[1] = x.y, words[2] = y.x, words[3] = y.y;
   }
-  // Each of `ahead` is read again as soon as it has been added: one read after the other would wait for each. So the
-  // second stage has to be there before all of the first has been added.
+  // Each entry of `ahead` is read again as soon as its numbers have been added, so that several reads are in flight.
+  // The second stage is therefore waited for before all of the first has been added.
   __device__ __forceinline__ void add_wide_bias(Scores& scores, float factor) {
     constexpr int kSlots = kWideAhead > 0 ? kWideAhead : 1;
     auto second = place;
@@ -400,7 +404,7 @@ struct ScoreChanges {
     two[1] = __fmaf_rn(two[1], factor, __uint_as_float(bias_y));
   }
 
-  // Where the bias is not in the product: that of a stage of K. All lanes have read it afterwards.
+  // Adds a large bias, which the products did not add, from the stage of K. Afterwards all lanes have read it.
   __device__ __forceinline__ void add_large_bias(Scores& scores, int stage) {
 #pragma unroll
     for (int i = 0; i < kFragments; i += 2) {
@@ -411,7 +415,7 @@ struct ScoreChanges {
     __syncwarp();
   }
 
-  // Of the i-th two fragments.
+  // Reads the bias of fragments 2 i and 2 i + 1.
   __device__ __forceinline__ void read_key_bias(uint32_t (&words)[4], int i, int stage) const {
     const uint4 raw = ld_shared_v4(own_bias_of(stage, key_words()) + i * 16);
     words[0] = raw.x, words[1] = raw.y, words[2] = raw.z, words[3] = raw.w;

@@ -1,4 +1,5 @@
-// The pieces of work that the thread blocks of a Hopper forward kernel take: a block of rows of a head each.
+// The pieces of work (items) that the thread blocks of a Hopper forward kernel take: each is a block of rows of a
+// head.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,7 +11,7 @@
 
 namespace dmattn::sm90 {
 
-// Lengths, and where TMA finds the rows and the keys: what items of both kinds are asked for.
+// Lengths, and where TMA finds the rows and the keys, for items of both kinds.
 template <class Arguments>
 __device__ __forceinline__ const Arguments& lengths_of(const Arguments& p, const FwdItem&) {
   return p;
@@ -23,7 +24,7 @@ __device__ __forceinline__ int place_of_rows(const FwdItem& item) { return item.
 __device__ __forceinline__ const SeqRange& place_of_rows(const PackedFwdItem& item) { return item.q; }
 __device__ __forceinline__ int place_of_keys(const FwdItem& item) { return item.batch; }
 __device__ __forceinline__ const SeqRange& place_of_keys(const PackedFwdItem& item) { return item.k; }
-// Of the log-sum-exp of the first row.
+// Where the log-sum-exp of row 0 of the item's sequence and head is.
 template <class Arguments>
 __device__ __forceinline__ int64_t lse_offset(const Arguments& p, const FwdItem& item) {
   return item.batch * p.lse_stride.batch + item.head * p.lse_stride.head;
@@ -33,13 +34,13 @@ __device__ __forceinline__ int64_t lse_offset(const Arguments& p, const PackedFw
   return item.q.first * p.lse_stride.row + item.head * p.lse_stride.head;
 }
 
-// Of a part, and of its partial output.
+// The number of row 0 of a share among the rows of all partial results.
 template <class Arguments>
 __device__ __forceinline__ int64_t lse_offset(const Arguments& p, const SplitFwdItem& item) {
   return (int64_t{item.split * p.batches + item.batch} * p.nheads + item.head) * p.seqlen_q;
 }
 
-// An item as the producer announces it: by its number, and whether any of its rows may see a key.
+// An item as the producer announces it: its number, and whether any of its rows may see a key.
 struct AnnouncedItem {
   int32_t word;
 
@@ -47,7 +48,7 @@ struct AnnouncedItem {
   __device__ __forceinline__ bool has_keys() const { return word >= 0; }
   __device__ __forceinline__ int index() const { return has_keys() ? word : ~word; }
 };
-// The item that is announced next, for a whole warp.
+// Waits for the item that is announced next. For a whole warp.
 template <class T>
 __device__ __forceinline__ AnnouncedItem next_item(typename T::Shared& s, RingPlace<2>& place) {
   s.item_full[place.stage].wait(place.phase);
@@ -57,8 +58,8 @@ __device__ __forceinline__ AnnouncedItem next_item(typename T::Shared& s, RingPl
   return item;
 }
 
-// Items are numbered by sections of heads; in each from the last row blocks, which are the longest under causality, to
-// the first, the heads of the section side by side.
+// Items are numbered section by section. Within a section of heads, row blocks come from the last, which is the
+// longest under causality, to the first, and the heads of a row block follow one another.
 template <class Arguments>
 __device__ __forceinline__ FwdItem find_item(const Arguments& p, int index) {
   const int section = index / (p.section_heads * p.m_blocks);
@@ -71,7 +72,7 @@ __device__ __forceinline__ FwdItem find_item(const Arguments& p, int index) {
   return {p.m_blocks - 1 - rank, head - batch * p.nheads, batch};
 }
 
-// Of the item with this number: as find_item(), where the shares of the keys are numbered as if they were batches.
+// The item of a number. Shares of the keys are numbered as if they were batches.
 template <class T, class Arguments>
 __device__ __forceinline__ typename T::Item find_item_of(const Arguments& p, int index) {
   const FwdItem item = find_item(p, index);
@@ -83,8 +84,8 @@ __device__ __forceinline__ typename T::Item find_item_of(const Arguments& p, int
   }
 }
 
-// Of packed sequences items are numbered as if their row blocks, one sequence behind the other, were those of one. Some
-// stand for no rows: of a sequence that is not there, m_block is not below its number of row blocks.
+// Packed sequences: items are numbered as if the row blocks of all sequences, one sequence after the other, were
+// those of a single sequence. Some numbers stand for no rows: m_block is then outside the row blocks of the sequence.
 template <class T>
 __device__ __forceinline__ PackedFwdItem find_packed_item(const PackedFwdArguments& p, int index) {
   const FwdItem slot = find_item(p, index);
@@ -94,12 +95,11 @@ __device__ __forceinline__ PackedFwdItem find_packed_item(const PackedFwdArgumen
           {own.first_row, own.seqlen_q},
           {own.first_key, own.seqlen_k}};
 }
-// Whether the item has rows.
 template <class T>
 __device__ __forceinline__ bool has_rows(const PackedFwdItem& item) {
   return item.m_block >= 0 && item.m_block * T::kBlockM < item.q.length;
 }
-// As next_item(), and the item itself, where it is announced.
+// As next_item(), for kernels whose producer announces the item itself beside its number (kSaysItems).
 template <class T>
 __device__ __forceinline__ AnnouncedItem next_item(typename T::Shared& s, RingPlace<2>& place,
                                                    typename T::Item& found) {
@@ -107,8 +107,8 @@ __device__ __forceinline__ AnnouncedItem next_item(typename T::Shared& s, RingPl
   const AnnouncedItem item = {__shfl_sync(0xffffffffu, s.item[place.stage], 0)};
   found = s.general.found[place.stage];
   if constexpr (!T::kOverlaps) {
-    // The compiler is shown that the warp's threads have read the same: it then keeps the item, and what follows from
-    // it, once a warp.
+    // The shuffles show the compiler that all threads of the warp have read the same: it then keeps the item, and
+    // what follows from it, once for the warp.
     static_assert(sizeof(found) % 4 == 0);
     int (&words)[sizeof(found) / 4] = reinterpret_cast<int (&)[sizeof(found) / 4]>(found);
 #pragma unroll
@@ -125,7 +125,8 @@ __device__ __forceinline__ bool has_window(const Lengths& p) {
   return T::kWindows == Windows::kAlways || (T::kWindows == Windows::kMaybe && p.window > 0);
 }
 
-// The key blocks of some rows: [begin, end), of which [whole, full) are seen by all of them.
+// The key blocks of some rows: those in [begin, end) have keys that any of the rows sees, and those in [whole, full)
+// have only keys that all of them see.
 struct KeyBlocks {
   int begin, whole, full, end;
 };
@@ -142,7 +143,7 @@ __device__ __forceinline__ KeyBlocks find_key_blocks(const Lengths& p, int first
     const int first_unseen = first_row + p.seqlen_k - p.seqlen_q + 1 - p.window;
     blocks.begin = max(first_unseen, 0) / T::kBlockN;
     blocks.whole = (max(first_unseen + rows - 1, 0) + T::kBlockN - 1) / T::kBlockN;
-    blocks.full = max(blocks.full, blocks.whole);  // a block that is cut on both sides is behind the whole ones
+    blocks.full = max(blocks.full, blocks.whole);  // a block that is cut on both sides comes before the whole ones
   }
   return blocks;
 }
@@ -152,7 +153,7 @@ __device__ __forceinline__ KeyBlocks find_key_blocks(const Lengths& p, int m_blo
   return find_key_blocks<T>(p, m_block * T::kBlockM, T::kBlockM);
 }
 
-// Those of an item: all that its rows see, or an even share.
+// The key blocks of an item: all that its rows see, or an even share of these.
 template <class T>
 __device__ __forceinline__ KeyBlocks find_key_blocks_of(const typename T::Arguments& p, const typename T::Item& item) {
   KeyBlocks blocks = find_key_blocks<T>(lengths_of(p, item), item.m_block);
@@ -165,8 +166,8 @@ __device__ __forceinline__ KeyBlocks find_key_blocks_of(const typename T::Argume
   return blocks;
 }
 
-// Of a tile that begins with key0: keys past the last one, or past what a row may see, get -inf. first_row: the first
-// of the two rows that this thread has, the other comes 8 later.
+// In a tile that begins with key0, the scores of keys past the last one, or past what a row may see, become -inf.
+// first_row: the first of the two rows that this thread has; the other is 8 later.
 template <int kFragments, class Lengths>
 __device__ __forceinline__ void cut_keys(const Lengths& p, float (&scores)[1][kFragments][4], int key0, int first_row,
                                          int lane) {
@@ -182,7 +183,7 @@ __device__ __forceinline__ void cut_keys(const Lengths& p, float (&scores)[1][kF
     }
   }
 }
-// Likewise keys before the window of a row.
+// The same for keys before the window of a row.
 template <int kFragments, class Arguments>
 __device__ __forceinline__ void cut_keys_before_window(const Arguments& p, float (&scores)[1][kFragments][4], int key0,
                                                        int first_row, int lane) {

@@ -1,13 +1,14 @@
 // The forward on Hopper over tiles of consecutive keys: the plain kernel, with lengths and causality only, the same
-// over packed sequences, one with a window of keys besides, one with softcap (softcap.cuh), and the general ones, whose
-// scores a bias or a dense mask changes, with softcap or without (fwd_general.cuh). Of most there is one more that splits
-// the keys between thread blocks.
+// over packed sequences, one with a window of keys, those with softcap (softcap.cuh), and the general ones, whose
+// scores a bias or a dense mask changes, with or without softcap (fwd_general.cuh). Most of them have a variant that
+// splits the keys between thread blocks.
 //
 // A thread block stays on its SM and takes row blocks of heads (items) until none is left. One thread of the first
-// warpgroup, the producer, copies Q, K and V tiles into shared memory by TMA. The other warpgroups, the consumers, own
-// 64 rows each: they compute scores, probabilities and the output by WGMMA. In a consumer the softmax of a key block
-// runs beside the second product of the block before it, and consumers take turns, so that the softmax of one runs
-// beside the products of another.
+// warpgroup, the producer, copies Q, K and V tiles into shared memory by TMA. The other warpgroups, the consumers,
+// own 64 rows each: they compute scores, probabilities and the output by WGMMA. In a consumer the softmax of a key
+// block runs beside the second product of the block before it, and consumers take turns, so that the softmax of one
+// runs beside the products of another. With two thread blocks on an SM, a consumer computes one product after the
+// other, and consumers take no turns (kOverlaps).
 #pragma once
 
 #include "../../shared/early_start.cuh"
@@ -24,11 +25,12 @@ namespace dmattn::sm90 {
 
 // --- what both roles know -------------------------------------------------------------------------------------------
 
-// Whether the producer asks other warps for the tiles of the bias, and how many arrivals fill a stage.
+// Whether the producer asks other warps for the tiles of the bias.
 template <class T>
 __device__ __forceinline__ bool asks_for_bias(const typename T::Arguments& p) {
   return T::kHasBoxedBias || p.bias_rows.exist();
 }
+// How many arrivals fill a stage of the bias.
 template <class T>
 __device__ __forceinline__ int bias_arrivals(const typename T::Arguments& p) {
   if constexpr (T::kHasBoxedBias) {
@@ -40,7 +42,7 @@ __device__ __forceinline__ int bias_arrivals(const typename T::Arguments& p) {
 
 template <class T>
 __device__ __forceinline__ void init_barriers(const typename T::Arguments& p, typename T::Shared& s) {
-  int item_readers = 4 * T::kConsumers;  // a warp each
+  int item_readers = 4 * T::kConsumers;  // the warps of the consumers
   if constexpr (T::kHasKeyBias) item_readers += has_key_bias(p);
   for (int i = 0; i < T::kQStages; ++i) {
     s.q_full[i].init(1);
@@ -66,7 +68,7 @@ __device__ __forceinline__ void init_barriers(const typename T::Arguments& p, ty
   cutlass::arch::fence_barrier_init();
 }
 
-// --- the producer: one thread -----------------------------------------------------------------------------------------
+// --- the producer: one thread ---------------------------------------------------------------------------------------
 
 template <class T>
 struct FwdProducer {
@@ -90,10 +92,10 @@ struct FwdProducer {
     }
   }
 
-  // The item that this block has behind that of `index`, less one for each block: nothing is computed with the answer
-  // before it is there. Asked for beside the last loads of an item: the answer is there when they have been issued, and
-  // blocks with long items are not given another one before others are done with theirs. Without a counter each block
-  // has items that are known from the start.
+  // The number of this block's next item, less the number of blocks: run() adds that, since any use of the counter's
+  // answer waits for it. The next item is asked for beside the last loads of an item: the answer is there when they
+  // have been issued, and blocks with long items are not given another one before others are done with theirs.
+  // Without a counter a block takes every gridDim.x-th item.
   __device__ __forceinline__ int take_item(int index) const {
     return p.work_counter != nullptr ? next_number(p.work_counter) : index;
   }
@@ -114,8 +116,8 @@ struct FwdProducer {
     }
   }
 
-  // Returns what take_item() gives of the next item, which is asked for so many blocks of keys before the last one, or at
-  // once where no item has more.
+  // Loads an item. Returns take_item(), which it calls kBlocksBehind blocks of keys before the last one, or at once
+  // where no item of the call has more blocks.
   static constexpr int kBlocksBehind = 2;
   __device__ __forceinline__ int load_item(int index) {
     const bool all_are_short = p.seqlen_k <= kBlocksBehind * T::kBlockN;
@@ -130,9 +132,9 @@ struct FwdProducer {
     if (!all_are_short && blocks.end - blocks.begin <= kBlocksBehind) next = take_item(index);
     load_q(item, has_keys);
     if (!has_keys) return next;
-    // Scores of the next block are started before the output of this one: K is one block ahead of V.
+    // Consumers start the scores of the next block before the output of this one: K is one block ahead of V.
     load_k(blocks.end - 1, item);
-#pragma unroll 1  // in the producer's few registers there is no room for more
+#pragma unroll 1  // unrolled, it would not fit the producer's few registers
     for (int n = blocks.end - 1; n > blocks.begin; --n) {
       if (n == blocks.begin + kBlocksBehind) next = take_item(index);
       load_k(n - 1, item);
@@ -142,7 +144,8 @@ struct FwdProducer {
     return next;
   }
 
-  // The tiles that the mask leaves, each announced beside its K, and their bias. Returns as load_item().
+  // Loads the tiles in which the mask keeps something, each announced beside its K, and their bias. Returns as
+  // load_item().
   __device__ __forceinline__ int load_general_item(int index) {
     const typename T::Item item = look_up(index);
     const KeyBlocks blocks = find_key_blocks_of<T>(p, item);
@@ -161,7 +164,7 @@ struct FwdProducer {
     if (next.n < 0) index = take_item(index);
     load_announced(next.n < 0);
     load_bias(tile.n, item);
-#pragma unroll 1  // in the producer's few registers there is no room for more
+#pragma unroll 1  // unrolled, it would not fit the producer's few registers
     while (next.n >= 0) {
       const int before = tile.n;
       tile = next;
@@ -190,7 +193,7 @@ struct FwdProducer {
     const int batch = p.bias.batch_stride == 0 ? 0 : item.batch;
     return {item.m_block * T::kBlockM, key, head, batch};
   }
-  // A stage, of keys of so many bytes.
+  // Fills a stage of the bias, with keys of kBytes bytes each.
   template <int kBytes>
   __device__ __forceinline__ void load_bias_panels(int key, const FwdItem& item) {
     using General = decltype(s.general);
@@ -209,7 +212,7 @@ struct FwdProducer {
     }
     bias_place.advance();
   }
-  // The next stage, by the other warps.
+  // Has the next stage of the bias filled by other warps.
   __device__ __forceinline__ void ask_for_bias(const BiasRequest& wanted) {
     if constexpr (T::kHasTileBias) {
       s.general.bias_empty[bias_place.stage].wait(bias_place.phase ^ 1);
@@ -249,7 +252,7 @@ struct FwdProducer {
   }
 };
 
-// --- three warps beside it: rows of a bias that TMA does not take ------------------------------------------------------
+// --- three warps beside the producer: rows of a bias that TMA does not take -----------------------------------------
 
 template <class T>
 __device__ __forceinline__ void copy_bias_rows(const typename T::Arguments& p, typename T::Shared& s) {
@@ -264,7 +267,7 @@ __device__ __forceinline__ void copy_bias_rows(const typename T::Arguments& p, t
       .run();
 }
 
-// --- the consumers: a warpgroup each ----------------------------------------------------------------------------------
+// --- the consumers: a warpgroup each --------------------------------------------------------------------------------
 
 template <class T>
 struct FwdConsumer {
@@ -303,11 +306,12 @@ struct FwdConsumer {
     }
   }
 
-  // One thread a warpgroup says that the warpgroup is done with a buffer.
+  // One thread of a warpgroup says that the warpgroup is done with a buffer.
   __device__ __forceinline__ void release(Barrier& empty) {
     if (threadIdx.x % 128 == 0) empty.arrive();
   }
-  // The stage of K. Where it was announced which keys these are, every warp says for itself that it has read that.
+  // Releases the stage of K. In general kernels each warp does so for itself, as each has read which keys are in the
+  // stage.
   __device__ __forceinline__ void release_keys() {
     release_keys(k_place.stage);
     k_place.advance();
@@ -315,7 +319,7 @@ struct FwdConsumer {
   __device__ __forceinline__ void release_keys(int stage) {
     if (threadIdx.x % (T::kGeneral ? 32 : 128) == 0) s.k_empty[stage].arrive();
   }
-  // Advances the place and returns the stage that it was, here and not where the compiler would do it.
+  // Advances the place and returns the stage that it had. The asm keeps the compiler from doing so later.
   static __device__ __forceinline__ int leave_stage(RingPlace<T::kStages>& place) {
     const int stage = place.stage;
     place.advance();
@@ -345,12 +349,13 @@ struct FwdConsumer {
     const auto v = out_slice.partition_fragment_B(cute::make_tensor(cute::make_smem_ptr(s.v), typename T::LayoutVt{}));
     auto acc_s = cute::partition_fragment_C(score_mma, cute::Shape<Int<T::kBlockM>, Int<T::kBlockN>>{});
     auto acc_o = cute::partition_fragment_C(out_mma, cute::Shape<Int<T::kBlockM>, Int<T::kHeadDim>>{});
-    // Probabilities as the first operand: the registers of the scores in the same order, 16 keys at a time.
+    // Probabilities as the first operand of the output's product: the registers of the scores in the same order, 16
+    // keys at a time.
     auto probabilities = cute::make_tensor<typename T::Element>(
         cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, Int<T::kBlockN / 16>>>{});
     auto& scores = fragments<kFragmentsN>(acc_s);
     auto& out = fragments<kFragmentsD>(acc_o);
-    // Likewise of the columns that a bias for each key adds to Q and K.
+    // The operands of the columns that a bias for each key adds to Q and K.
     typename T::BiasMma bias_mma;
     const auto bias_operands = [&] {
       if constexpr (T::kBiasInProduct) {
@@ -367,7 +372,7 @@ struct FwdConsumer {
 
     const int first_row = item.m_block * T::kBlockM + consumer * 64 + warp * 16 + lane / 4;
     OnlineSoftmax<1> softmax;
-    float keep[2];  // what the running sums and the output are multiplied by, as the maximum has moved
+    float keep[2];  // factors of the running sums and of the output, since the maximum has moved
     const float scale_log2 = p.softmax_scale * kLog2e;
     cute::clear(acc_o);
     s.q_full[q_place.stage].wait(q_place.phase);
@@ -383,7 +388,7 @@ struct FwdConsumer {
     const auto finish_scores = [&](auto pending) {
       wait_for_product<decltype(pending)::value>(acc_s);
       release_keys();
-      // Before any is cut: of -inf the tanh would make a number.
+      // This comes before keys are cut: the tanh of -inf would be a finite number.
       if constexpr (T::kSoftcap) cap_scores<T::kCapQuotients>(scores, p.scale_in_cap);
     };
     const auto finish_output = [&] {
@@ -391,8 +396,9 @@ struct FwdConsumer {
       release(s.v_empty[v_place.stage]);
       v_place.advance();
     };
-    // kBiasInProduct: the stages of a step. The places go on while its products run: otherwise they would once the two
-    // branches of the softmax have met, and the next step would wait for that.
+    // With kBiasInProduct, the stages of a step. The places advance while the step's products run. Otherwise the
+    // compiler would advance them after the two branches of the softmax have joined, and the next step would wait for
+    // that.
     int k_stage = 0, v_stage = 0;
     const auto start_scores = [&] {
       const auto keys = k(cute::_, cute::_, cute::_, k_place.stage);
@@ -414,9 +420,10 @@ struct FwdConsumer {
       to_operand();
       OnlineSoftmax<1>::rescale(out, keep);
     };
-    // Scores of a tile, beside the output of the tile before. meanwhile(): while they are computed;
-    // to_probabilities(): what the scores become. Called from two places, a function of its own would serialize
-    // products. kBiasInProduct: to_probabilities(rest) releases the keys and ends with rest().
+    // Computes the scores of a tile beside the output of the tile before. meanwhile() is called while the scores are
+    // computed; to_probabilities() then makes probabilities of them. With kBiasInProduct, to_probabilities(rest)
+    // releases the keys and ends with rest(). Inlined at both calls, since a separate function would serialize the
+    // products.
     const auto step = [&](auto&& meanwhile, auto&& to_probabilities) __attribute__((always_inline)) {
       wait_turn();
       start_scores();
@@ -450,7 +457,7 @@ struct FwdConsumer {
       }
     };
 
-    // Of a tile, one product after the other.
+    // Computes the scores and the output of a tile, one product after the other.
     const auto plain_step = [&](auto&& to_probabilities) {
       start_product<true>(score_mma, q, k(cute::_, cute::_, cute::_, k_place.stage), acc_s);
       finish_scores(cute::_0{});
@@ -462,8 +469,9 @@ struct FwdConsumer {
       finish_output();
     };
 
-    // A tile of which these rows see nothing. One warp speaks for all, and without a product it could be so far ahead
-    // that the others wait for a phase of the barriers that is over: they meet first.
+    // Skips a tile in which these rows see nothing. One thread releases the buffers for all warps, and no product
+    // keeps the warps together: that thread could get so far ahead that other warps would wait for a phase of the
+    // barriers that is over. So the warps meet first.
     const auto pass_over = [&] {
       s.v_full[v_place.stage].wait(v_place.phase);
       cutlass::arch::NamedBarrier::sync(128, kStoreBarrier + consumer);
@@ -476,9 +484,9 @@ struct FwdConsumer {
     if constexpr (T::kGeneral) {
       ScoreChanges<T> changes(p, s.general, bias_place, thread / 32, lane, item);
       KeyTile tile;
-      bool is_large = false;  // the bias, and not in the product
+      bool is_large = false;  // the bias of the tile is not in the product
       const auto meanwhile = [&] {
-        tile.word = __shfl_sync(0xffffffffu, s.general.tile[k_place.stage], 0);  // of all warps alike
+        tile.word = __shfl_sync(0xffffffffu, s.general.tile[k_place.stage], 0);  // the same for all lanes
         if constexpr (T::kBiasInProduct) {
           is_large = __shfl_sync(0xffffffffu, s.general.is_large[k_place.stage], 0);
         } else {
@@ -493,7 +501,8 @@ struct FwdConsumer {
           softmax.template probabilities<!T::kLogits>(scores, keep, scale_log2);
         }
       };
-      // Each branch has its own softmax and what follows: were they to meet before, the compiler could not mix these.
+      // Each branch has its own softmax and all that follows it: the compiler could not interleave these if the
+      // branches joined in between.
       const auto to_biased_probabilities = [&](auto&& rest) {
         if (is_large) {
           changes.add_large_bias(scores, k_stage);
@@ -539,7 +548,7 @@ struct FwdConsumer {
         whole();
       };
       if constexpr (!T::kOverlaps) {
-        // Of the item's tiles, those of this consumer's rows.
+        // The key blocks that the rows of this consumer see, among those of the item.
         const KeyBlocks own = find_key_blocks<T>(lengths, item.m_block * T::kBlockM + consumer * 64, 64);
 #pragma unroll 1
         for (; n >= max(own.end, blocks.begin); --n) wait_for_keys(), pass_over();
@@ -582,7 +591,7 @@ struct FwdConsumer {
     } else {
       const bool is_speaker = threadIdx.x % 128 == 0;
       if constexpr (T::kOwnOut) {
-        // The store of the item before has read this memory.
+        // Wait until the store of the previous item has read this memory.
         if (is_speaker) cute::tma_store_wait<0>();
         cutlass::arch::NamedBarrier::sync(128, kStoreBarrier + consumer);
       }

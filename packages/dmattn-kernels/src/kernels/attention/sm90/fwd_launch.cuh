@@ -17,7 +17,8 @@
 namespace dmattn {
 namespace sm90 {
 
-// K and V of the heads in progress, with what else passes through, stay in half of the L2 of an H100 or H200.
+// The most bytes of K and V of the heads in progress. They stay in the L2 cache of an H100 or H200, which also has
+// room for all else that passes through it.
 constexpr int64_t kSectionBytes = 32 << 20;
 
 inline NumberedRows numbered_bias_rows(const FwdParams& p) {
@@ -51,7 +52,7 @@ cudaError_t fill_bias_classes(BiasClasses& a, const FwdParams& p) {
   return cudaSuccess;
 }
 
-// What only the general kernel is given.
+// Fills in the arguments that only the general kernels have.
 template <class T>
 cudaError_t fill_general_arguments(typename T::Arguments& a, const FwdParams& p) {
   a.bias = p.bias;
@@ -135,8 +136,8 @@ cudaError_t launch_fwd_kernel(const KernelChoice& choice, const FwdParams& p, cu
                                  arguments, stream);
 }
 
-// Of the two kernels of a mode and a tile, where the second one splits the keys. A call that wants shares of the one
-// that has none would leave them unwritten, and is refused.
+// Launches one of the two kernels of a mode and a tile, of which the second one splits the keys. Where there is no
+// second one, a call with shares is refused: the partial results would not be written.
 template <class Element, int kHeadDim, ScoreMode kMode, int kConsumers, int kBlockN, int kStages, int kBlocksPerSm,
           bool kMaySplit>
 cudaError_t launch_fwd_mode(const KernelChoice& choice, const FwdParams& p, cudaStream_t stream) {
@@ -152,10 +153,11 @@ cudaError_t launch_fwd_mode(const KernelChoice& choice, const FwdParams& p, cuda
 
 }  // namespace sm90
 
-// The unit of a head-dim tile has a plain kernel for each of Hopper's head dimensions in it, with a twin for packed
-// sequences, and one for windows, two for softcap and general ones for all of them (those of 192 and 256 apart, but for
-// the most general one), most with a twin that splits the keys; over lists, one with and one without a bias for each
-// key, of 192 and 256 apart, likewise.
+// Chooses among the kernels of a unit. For tiles of consecutive keys, a unit has plain kernels and kernels for packed
+// sequences for each of Hopper's head dimensions in its head-dim tile. For the head-dim tile as a whole it has one
+// kernel for windows, two for softcap, and general ones; in the tile of 256, the general ones except for kAny are
+// separate for 192 and 256. Most have a variant that splits the keys. For lists, a unit has kernels with and without
+// a bias for each key, again separate for 192 and 256.
 template <class Element, int kHeadDimTile, bool kGathered>
 cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStream_t stream) {
   if constexpr (kGathered) {

@@ -7,8 +7,8 @@
 
 namespace dmattn::sm90 {
 
-// Divides the output by the sum of its row, and writes the log-sum-exp. `scale`: of what the softmax was given.
-// first_row: the first of the two rows that this thread has, the other comes 8 later.
+// Divides the output by the sum of its row, and writes the log-sum-exp. scale: what turns the inputs of the softmax
+// into logits. first_row: the first of the two rows that this thread has; the other is 8 later.
 template <int kFragmentsD, class Arguments, class Item>
 __device__ __forceinline__ void finish_rows(const Arguments& p, OnlineSoftmax<1>& softmax, float scale,
                                             float (&out)[1][kFragmentsD][4], const Item& item, int first_row) {
@@ -31,7 +31,7 @@ __device__ __forceinline__ void finish_rows(const Arguments& p, OnlineSoftmax<1>
 }
 
 // Writes the output from registers, for kernels that have no shared memory for it. The four threads of a row exchange
-// their pairs of columns, so that each has eight columns that lie side by side (16 bytes). first_row: as above.
+// their pairs of columns, so that each has eight neighbouring columns (16 bytes). first_row: as above.
 template <class Element, int kFragmentsD, class Arguments>
 __device__ __forceinline__ void write_rows(const Arguments& p, const float (&out)[1][kFragmentsD][4],
                                            const FwdItem& item, int first_row) {
@@ -45,7 +45,7 @@ __device__ __forceinline__ void write_rows(const Arguments& p, const float (&out
   for (int i = 0; i < kFragmentsD; i += 4) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      uint32_t word[4];  // of fragments i to i + 3, then all of fragment i + thread
+      uint32_t word[4];  // of fragments i to i + 3; after the exchanges all of fragment i + thread
 #pragma unroll
       for (int f = 0; f < 4; ++f)
         word[f] = ElementTraits<Element>::pack(out[0][i + f][2 * j], out[0][i + f][2 * j + 1]);
@@ -66,8 +66,8 @@ __device__ __forceinline__ void write_rows(const Arguments& p, const float (&out
   }
 }
 
-// Writes the partial output of an item with a share of the keys, two columns of a thread at a time: the four threads of a
-// row fill a sector of memory. first_row: as above.
+// Writes the partial output of an item with a share of the keys. Each thread writes two columns at a time, so that
+// the four threads of a row fill a sector of memory. first_row: as above.
 template <int kFragmentsD, class Arguments>
 __device__ __forceinline__ void write_partial_rows(const Arguments& p, const float (&out)[1][kFragmentsD][4],
                                                    const SplitFwdItem& item, int first_row) {
@@ -87,8 +87,8 @@ __device__ __forceinline__ void write_partial_rows(const Arguments& p, const flo
 }
 
 // Starts to write the warpgroup's 64 rows of the output, through `tile` in shared memory. TMA leaves out what is
-// outside the tensor or behind a packed sequence. barrier: the name of one for this warpgroup. The tile is free once
-// its first thread has waited for the store.
+// outside the tensor or behind a packed sequence. barrier: the id of a named barrier for this warpgroup. `tile` is
+// free once the first thread of the warpgroup has waited for the store.
 template <class T, class Arguments, class Accumulator, class Item>
 __device__ __forceinline__ void store_rows(const Arguments& p, typename T::Element* tile, Accumulator& acc_o,
                                            typename T::OutMma& out_mma, int consumer, int barrier, const Item& item) {

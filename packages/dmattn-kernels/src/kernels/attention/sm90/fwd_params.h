@@ -19,46 +19,50 @@ struct FwdArguments {
   Strides3 lse_stride;
   int32_t seqlen_q, seqlen_k, nheads, head_ratio;
   int32_t m_blocks;  // row blocks of a head
-  int32_t items;     // row blocks of all heads and batches
-  // Heads (of all batches) whose row blocks are done before the next heads begin, so that their K and V stay in L2.
+  int32_t items;     // row blocks of all heads and batches, and of all shares of the keys
+  // Heads (of all batches) whose row blocks are done before the next heads begin, so that their K and V stay in L2;
+  // and the number of all heads.
   int32_t section_heads, all_heads;
   float softmax_scale;
   bool is_causal;
-  // Number of items that thread blocks have taken beyond their first; zero before the launch. nullptr: there are no
-  // more items than thread blocks.
+  // Number of items that thread blocks have taken beyond their first; zero before the launch. nullptr: a thread block
+  // takes every gridDim.x-th item.
   int32_t* work_counter;
-  int32_t window;  // > 0: a row sees so many keys, the last of them at its own position. 0: all up to there
+  int32_t window;  // > 0: a row sees so many keys, the last of them at its own position. 0: there is no window
 };
 
-// Of the general kernel.
+// Arguments of the general kernels.
 struct GeneralFwdArguments : FwdArguments {
-  CUtensorMap
-      bias_tiles;      // dimensions (seqlen_k, seqlen_q, heads, batch), 1 where broadcast; a bias of each row and key
-  BiasParams bias;     // kNone; kKey; kTile and kDirect: by bias_tiles, 16-bit and fp32, or by
-  BiasRows bias_rows;  // threads
-  MaskBits mask;       // bits == nullptr: there is none
-  float softcap;       // 0: none
+  // Dimensions (seqlen_k, seqlen_q, heads, batch), 1 where broadcast. For a bias of each row and key that TMA copies.
+  CUtensorMap bias_tiles;
+  // kNone; kKey; or a bias of each row and key, kTile in 16 bits and kDirect in fp32, which threads copy if there are
+  // bias_rows, and TMA otherwise.
+  BiasParams bias;
+  BiasRows bias_rows;
+  MaskBits mask;  // bits == nullptr: there is none
+  float softcap;  // 0: none
 };
 
-// Of ScoreMode::kUnalignedBias, which reads neither bias_tiles nor bias_rows.
+// Arguments for ScoreMode::kUnalignedBias, which reads neither bias_tiles nor bias_rows.
 struct UnalignedBiasFwdArguments : GeneralFwdArguments {
   BiasClasses bias_classes;
 };
 
-// Of packed sequences: the maps are those of TensorMapper::map_packed(), batch is 1, seqlen_q and seqlen_k bound the
-// lengths, and m_blocks counts the packed_blocks() of row blocks.
+// Arguments for packed sequences. The maps are those of TensorMapper::map_packed(), there is one batch, seqlen_q and
+// seqlen_k are the bounds on the lengths, and m_blocks is the packed_blocks() of all rows.
 struct PackedFwdArguments : FwdArguments {
   Packing packing;
 };
 
-// Of either with softcap: softmax_scale is the cap, which multiplies the tanh of the scores.
+// Arguments of either kind with softcap. softmax_scale is the cap, which multiplies the tanh of the scores.
 template <class Uncapped>
 struct SoftcapFwdArguments : Uncapped {
   float scale_in_cap;  // softmax_scale / softcap
 };
 
-// Of items that have a share of the keys each. The results are partial ones, in fp32 and side by side: lse and lse_rest
-// are those of parts, by [split][batch][head][row], and so is `parts`, whose rows have part_columns numbers.
+// Arguments for items that have a share of the keys each. Results are partial, in fp32 and contiguous: lse and
+// lse_rest are those of the shares, by [split][batch][head][row], and so is `parts`, whose rows have part_columns
+// numbers.
 template <class Whole>
 struct SplitFwdArguments : Whole {
   float* parts;
@@ -78,15 +82,15 @@ void share_keys(SplitFwdArguments<Whole>& a, const FwdParams& p) {
   a.items *= p.num_splits;
 }
 
-// A block of rows of a head, which a thread block takes.
+// An item: a block of rows of a head.
 struct FwdItem {
   int m_block, head, batch;
 };
-// With a share of the keys.
+// An item with a share of the keys.
 struct SplitFwdItem : FwdItem {
   int split;
 };
-// Of a packed sequence: m_block counts in it.
+// An item of a packed sequence: m_block counts within the sequence.
 struct PackedFwdItem : FwdItem {
   SeqRange q, k;
 };

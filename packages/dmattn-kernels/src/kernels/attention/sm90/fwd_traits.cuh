@@ -14,30 +14,30 @@
 
 namespace dmattn::sm90 {
 
-// What becomes of the scores beyond lengths and causality.
+// What is done to the scores, apart from lengths and causality.
 enum class ScoreMode {
   kPlain,          // nothing
   kMask,           // a dense mask
   kTileBias,       // a bias for each row and key, and a mask if there is one
   kKeyBias,        // a bias for each key, and a mask or a window if there is one
-  kAny,            // all of these, beside softcap too, or a scale that is not positive
-  kWindow,         // nothing, and rows see a window of keys
+  kAny,            // all of these, also beside softcap or with a scale that is not positive
+  kWindow,         // nothing, but rows see a window of keys
   kPacked,         // nothing, over packed sequences
-  kUnalignedBias,  // as kTileBias, of a 16-bit bias whose rows start on any two bytes (bias_classes.h)
+  kUnalignedBias,  // as kTileBias, with a 16-bit bias whose rows start on any two bytes (bias_classes.h)
   kSoftcap,        // softcap, and a window if there is one
   kPackedSoftcap,  // softcap, over packed sequences
 };
-// Modes of which there are kernels whose items have a share of the keys each, without a window: not those that are for
-// windows or packed sequences.
+// Modes that have kernels whose items have a share of the keys each. These serve no windows, and modes for windows or
+// packed sequences have none of them.
 constexpr bool may_split_keys(ScoreMode mode) {
   return mode != ScoreMode::kWindow && mode != ScoreMode::kPacked && mode != ScoreMode::kPackedSoftcap;
 }
-// Whether the rows of a call may see a window of keys: always, where FwdArguments::window says so, or never.
+// Whether the rows of a call see a window of keys: never, if FwdArguments::window says so, or always.
 enum class Windows { kNever, kMaybe, kAlways };
 
-// A bias for each key, as a stage of shared memory has it: fp32 numbers of a tile, in the order in which the threads of
-// a quad read them. Those of thread c, keys 8 i + 2 c and 8 i + 2 c + 1 of each fragment i, lie together, and four
-// words between one thread's and the next keep them on different banks.
+// The layout of a bias for each key in a stage of shared memory: the fp32 numbers of a tile, in the order in which
+// the threads of a quad read them. Those of thread c, keys 8 i + 2 c and 8 i + 2 c + 1 of each fragment i, are
+// contiguous. Four words of padding between two threads' numbers keep these on different banks.
 template <int kBlockN>
 struct KeyBiasLayout {
   static constexpr int kThreadWords = kBlockN / 4 + 4;
@@ -45,7 +45,7 @@ struct KeyBiasLayout {
   static __device__ __forceinline__ int word(int key) { return key % 8 / 2 * kThreadWords + key / 8 * 2 + key % 2; }
 };
 
-// The shared memory that only the modes other than kPlain have. Bias tiles lie in panels of 128 bytes a row, as TMA
+// Shared memory that only the general modes have (kGeneral). Bias tiles lie in panels of 128 bytes a row, as TMA
 // writes them: 64 keys of 16 bits, or 32 of fp32. A stage has room for a 16-bit tile, or half of one in fp32.
 struct NoGeneral {};
 struct NoRequests {};
@@ -56,11 +56,12 @@ struct GeneralShared : Operands {
   alignas(1024) char bias[2][kStageBytes];
   Barrier bias_full[2], bias_empty[2];
   cute::conditional_t<kHasTiles, BiasRequests<2>, NoRequests> bias_requests;
-  int32_t tile[kStages];  // the keys in a stage of K: see KeyTile
+  int32_t tile[kStages];  // which keys are in a stage of K: see KeyTile
 };
 
-// Likewise what the number of an item stands for, where the producer says it beside the number: it takes a search in
-// packed sequences, and divisions in any case, which count where an item has few keys.
+// In kernels whose producer announces items beside their numbers (kSaysItems), the items. To find the item of a
+// number takes a search in packed sequences, and divisions in any case, which take a noticeable time where items have
+// few keys.
 template <class Item>
 struct FoundShared {
   Item found[2];
@@ -80,17 +81,17 @@ struct FwdTraits {
   static constexpr bool kHasBoxedBias = kMode == ScoreMode::kUnalignedBias;
   static constexpr bool kHasTileBias = kMode == ScoreMode::kTileBias || kMode == ScoreMode::kAny || kHasBoxedBias;
   static constexpr bool kHasKeyBias = kMode == ScoreMode::kKeyBias || kMode == ScoreMode::kAny;
-  // What three consumers are not given: see sm90_general_fwd_is_tall().
+  // Three consumers have neither a mask nor an fp32 bias: see sm90_general_fwd_is_tall().
   static constexpr bool kHasMask = kGeneral && kConsumers_ == 2, kHasWideBias = kConsumers_ == 2 && !kHasBoxedBias;
   // The softmax is given logits; otherwise raw products.
   static constexpr bool kLogits = kHasTileBias || kHasKeyBias;
-  // What the other modes keep leaves no registers for a window.
+  // kTileBias and kAny would spill more registers if they had windows.
   static constexpr Windows kWindows =
       kMode == ScoreMode::kWindow                                                          ? Windows::kAlways
       : kSplit                                                                             ? Windows::kNever
       : kMode == ScoreMode::kSoftcap || (kMode == ScoreMode::kKeyBias && kConsumers_ == 2) ? Windows::kMaybe
                                                                                            : Windows::kNever;
-  // A bias for each key comes with the products: see key_bias.cuh.
+  // The products add the bias for each key: see key_bias.cuh.
   static constexpr bool kBiasInProduct = kMode == ScoreMode::kKeyBias && kConsumers_ == 3;
   using GeneralArguments = cute::conditional_t<kHasBoxedBias, UnalignedBiasFwdArguments, GeneralFwdArguments>;
   using WholeArguments = cute::conditional_t<kPacked, PackedFwdArguments, FwdArguments>;
@@ -100,31 +101,33 @@ struct FwdTraits {
   using WholeItem = cute::conditional_t<kPacked, PackedFwdItem, FwdItem>;
   using Item = cute::conditional_t<kSplit, SplitFwdItem, WholeItem>;
   static constexpr int kHeadDim = kHeadDim_;
-  // Of four scores whose tanh is taken (see softcap.cuh): of 0 to 4 up to head_dim 128 the fastest.
+  // For how many of four scores the tanh is computed as a quotient (see softcap.cuh). Up to head_dim 128 this was the
+  // fastest of 0 to 4; at 256 nothing else was measured.
   static constexpr int kCapQuotients = kHeadDim <= 128 ? 1 : 2;
   static constexpr int kConsumers = kConsumers_, kBlockM = 64 * kConsumers, kBlockN = kBlockN_;
-  static constexpr int kStages = kStages_;  // of K, and of V
-  // Two thread blocks on an SM are two items in progress: while one waits for its first products or writes its output,
-  // the other computes. Four warps then share a scheduler, so that the softmax of one runs beside the products of the
-  // others, and in a consumer nothing has to overlap. That leaves registers enough for half as many a thread.
+  static constexpr int kStages = kStages_;  // of K, and as many of V
+  // Two thread blocks on an SM are two items in progress: while one waits for its first products or writes its
+  // output, the other computes. Four warps then share a scheduler, so that the softmax of one runs beside the
+  // products of the others, and nothing has to overlap within a consumer. That takes less than half as many registers
+  // a thread.
   static constexpr int kBlocksPerSm = kBlocksPerSm_;
   static constexpr bool kOverlaps = kBlocksPerSm == 1;
   static constexpr bool kSaysItems = kPacked || !kOverlaps;
-  // The next Q comes in while the scores of an item are computed, which counts where it has few keys. At head_dim 96
-  // the same made long calls take 1.04 times as long.
+  // Two stages of Q: the next Q is copied while the scores of an item are computed, which matters where items have
+  // few keys. At head_dim 96 this made long calls take up to 1.04 times as long.
   static constexpr bool kHasRoomForQ =
       kHeadDim == 128 && !kSplit && (kMode == ScoreMode::kPlain || kMode == ScoreMode::kPacked);
-  // The product before is waited for when a third of a thread's probabilities are there: see stay_behind(). At these head
-  // dimensions long calls take 0.97 of the time; elsewhere it gains nothing.
+  // A consumer waits for the output of the tile before when it has a third of a thread's probabilities: see
+  // stay_behind(). At these head dimensions long calls take 0.97 of the time with it; elsewhere nothing is gained.
   static constexpr bool kHoldsOutput =
       (kHeadDim == 96 || kHeadDim == 128) && (kMode == ScoreMode::kPlain || kMode == ScoreMode::kPacked);
   static constexpr int kQStages = kBlocksPerSm == 2 || kHasRoomForQ ? 2 : 1;
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  // Registers a thread: what the producer gives up goes to the consumers. 128 * (kConsumers * kConsumerRegisters +
-  // kProducerRegisters) fits the 65536 of an SM. Two blocks start with 80 a thread, which is 128 * 240 for each.
+  // Registers of a thread: what the producer gives up goes to the consumers. 128 * (kConsumers * kConsumerRegisters +
+  // kProducerRegisters) fits the 65536 of an SM. Each of two blocks starts with 80 a thread, which is 128 * 240.
   static constexpr int kProducerRegisters = kBlocksPerSm == 2 ? 48 : kConsumers == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = kBlocksPerSm == 2 ? 96 : kConsumers == 2 ? 232 : 160;
-  // TMA copies panels as wide as the swizzle of shared memory: 128 bytes, or 64 where head_dim is no multiple of that.
+  // TMA copies panels as wide as the swizzle of shared memory: 128 bytes, or 64 where head_dim is no multiple of 64.
   static constexpr int kPanelCols = kHeadDim % 64 == 0 ? 64 : 32;
   static constexpr int kPanels = kHeadDim / kPanelCols;
 
@@ -153,7 +156,7 @@ struct FwdTraits {
       cute::GMMA::rs_op_selector<Element, Element, float, cute::Shape<Int<kBlockM>, Int<kHeadDim>, Int<kBlockN>>,
                                  cute::GMMA::Major::K, cute::GMMA::Major::MN>(),
       Warpgroups{}));
-  // Of the columns that a bias for each key adds. All consumers have the same rows.
+  // The product of the columns that a bias for each key adds to Q and K. All consumers have the same rows of Q in it.
   using BiasOperands = KeyBiasOperands<Element, kBlockN, kStages>;
   template <int kRows, int kTiles>
   using BiasLayout = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW32_Atom<Element>{},
@@ -161,14 +164,15 @@ struct FwdTraits {
   using BiasMma = decltype(cute::make_tiled_mma(
       cute::GMMA::ss_op_selector<Element, Element, float,
                                  cute::Shape<cute::_64, Int<kBlockN>, Int<BiasOperands::kCols>>>()));
-  // One instruction covers all keys of a tile: in several narrower ones the products take twice as long. CuTe
-  // offers those of every width where CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED is defined: cmake/units.cmake names the
-  // units that need it.
+  // One instruction covers all keys of a tile: with several narrower ones the products take twice as long. CuTe has
+  // instructions of every width only where CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED is defined: cmake/units.cmake names
+  // the units that need it.
   static_assert(cute::size<1>(typename ScoreMma::AtomShape_MNK{}) == kBlockN);
 
-  // Where there is room, the output has shared memory of its own on its way out, and the next Q can come in meanwhile.
+  // Where there is room, the output has shared memory of its own, so that the next Q can be copied while it is
+  // written.
   static constexpr bool kOwnOut = !kSplit && kHeadDim <= (kHasTileBias ? 64 : 128);
-  // Partial results go to memory straight from registers.
+  // Q is free before the output is written: partial results go from registers straight to global memory.
   static constexpr bool kFreesQ = kOwnOut || kSplit;
   static constexpr int kTileQ = kBlockM * kHeadDim, kTileK = kBlockN * kHeadDim;
 
@@ -191,12 +195,13 @@ struct FwdTraits {
 
     __device__ __forceinline__ Element* out() { return kOwnOut ? own_out : q; }
   };
-  static constexpr uint32_t kSmemBytes = sizeof(Shared) + 1024;  // the base need not be aligned as the tiles must be
-  // Of 228 KB an SM has, each block takes one more than it asks for.
+  // 1 KB is for aligning the tiles, as the base of shared memory need not be aligned.
+  static constexpr uint32_t kSmemBytes = sizeof(Shared) + 1024;
+  // An SM has 228 KB, of which each block takes 1 KB more than it asks for.
   static constexpr uint32_t kSmemLimit = (228 / kBlocksPerSm - 1) * 1024;
 };
 
-// Whether a kernel has the tile that the plan counted thread blocks and laid the workspace out for.
+// Whether a kernel has the tile for which the plan counted thread blocks and laid out the workspace.
 template <class T>
 bool is_planned(const KernelChoice& choice) {
   const FwdTile& tile = choice.fwd_tile;

@@ -1,11 +1,11 @@
 // The forward on Hopper over lists of keys (running top-w, key masks), with an optional bias for each key.
 //
-// As in fwd_kernel.cuh a thread block stays on its SM and takes row blocks of heads until none is left, a warpgroup
-// produces and two consume. But the producer's threads gather the rows of K and V that the list names
-// (gather_producer.cuh), and the consumers' last tile is as narrow as the end of the list allows. One kernel more has
-// items with a share of their list's tiles each. A row block is
-// 128 rows of one head: gathered bytes for each product depend on the number of rows alone, so that other heads of the
-// group in the same tile would save nothing.
+// As in fwd_kernel.cuh, a thread block stays on its SM and takes items (row blocks of heads) until none is left; one
+// warpgroup is the producer and two are consumers. Here the producer's threads gather the rows of K and V that the list
+// names (gather_producer.cuh), and the last tile of an item is narrower where the end of the list allows it. With
+// T::kSplit, an item has a share of the tiles of its list, and its results are partial ones. A row block is 128 rows of
+// one head: the bytes gathered for each product depend only on the number of rows, so that mixing the heads of a group
+// in a row block would save nothing.
 #pragma once
 
 #include "../../shared/early_start.cuh"
@@ -22,14 +22,14 @@ __device__ __forceinline__ void init_gather_barriers(typename T::Shared& s) {
     s.q_empty[i].init(T::kOneQ ? 1 : T::kConsumers);
   }
   for (int i = 0; i < T::kStages; ++i) {
-    s.k_full[i].init(T::kBiasInProduct ? 128 + 4 : 128);  // and a warp each, of the bias
+    s.k_full[i].init(T::kBiasInProduct ? 128 + 4 : 128);  // 4: a warp each, for the bias
     s.v_full[i].init(128);
     s.k_empty[i].init(T::kBiasInProduct ? 4 * T::kConsumers : T::kConsumers);  // see release_keys()
     s.v_empty[i].init(T::kConsumers);
   }
   for (int i = 0; i < T::kFactStages; ++i) {
     s.facts_full[i].init(128);
-    s.facts_empty[i].init(4 * T::kConsumers);  // a warp each
+    s.facts_empty[i].init(4 * T::kConsumers);  // one arrival a warp
   }
   for (int i = 0; i < 2; ++i) {
     s.item_full[i].init(1);
@@ -41,18 +41,18 @@ __device__ __forceinline__ void init_gather_barriers(typename T::Shared& s) {
 template <class T>
 struct GatherConsumer {
   static constexpr int kFragmentsN = T::kBlockN / 8, kFragmentsD = T::kHeadDim / 8;
-  // Names of barriers for some of the block's threads; 0 is __syncthreads().
+  // Numbers of named barriers. Number 0 is that of __syncthreads().
   static constexpr int kTurnBarrier = 1, kStoreBarrier = 1 + T::kConsumers;
   static_assert(kStoreBarrier + T::kConsumers <= GatherProducer<T>::kBarrier);
 
   const typename T::Arguments& p;
   typename T::Shared& s;
-  const int consumer, thread, warp, lane;  // thread: among the consumers; warp: in the warpgroup
+  const int consumer, thread, warp, lane;  // thread: its number among all consumers' threads; warp: in its warpgroup
   RingPlace<T::kStages> k_place, v_place;
   RingPlace<T::kFactStages> facts_place;
   RingPlace<2> item_place;
   RingPlace<T::kQStages> q_place;
-  int stored = -1;  // stage of Q from which the output is being written
+  int stored = -1;  // the stage of Q from which TMA is still storing an output; -1: none
 
   __device__ __forceinline__ GatherConsumer(const typename T::Arguments& arguments, typename T::Shared& shared)
       : p(arguments),
@@ -80,11 +80,12 @@ struct GatherConsumer {
 
   __device__ __forceinline__ Barrier& q_full() { return s.q_full[T::kOneQ ? consumer : q_place.stage]; }
 
-  // One thread a warpgroup says that the warpgroup is done with a buffer.
+  // One thread of each warpgroup arrives, when the warpgroup is done with a buffer.
   __device__ __forceinline__ void release(Barrier& empty) {
     if (threadIdx.x % 128 == 0) empty.arrive();
   }
-  // The stage of K. With a bias in the product every warp says for itself that it has read what the operands lack.
+  // Releases the stage of K. With a bias in the product each warp arrives by itself, once it has read from shared
+  // memory the part of the bias that the operands do not have.
   __device__ __forceinline__ void release_keys() {
     if (threadIdx.x % (T::kBiasInProduct ? 32 : 128) == 0) s.k_empty[k_place.stage].arrive();
     k_place.advance();
@@ -104,8 +105,9 @@ struct GatherConsumer {
     return *reinterpret_cast<float (*)[1][cute::cosize_v<typename Accumulator::layout_type> / 4][4]>(acc.data());
   }
 
-  // Registers for the scores of a tail. Wide heads have none beside those of the other scores; those are cleared,
-  // though the products would do so, because until then what is in them would be kept.
+  // The registers for the scores of a tail (the narrower last tile). Above head_dim 128 none are left, so the tail uses
+  // those of whole tiles. They are cleared here, although the first product overwrites them: otherwise the compiler
+  // would keep their old values alive until then.
   template <class Scores, class Tail>
   static __device__ __forceinline__ auto tail_scores(Scores& scores, const Tail& tail) {
     if constexpr (T::kOneQ) {
@@ -116,7 +118,7 @@ struct GatherConsumer {
     }
   }
 
-  // The output of the item before has left its stage of Q.
+  // Waits until the previous item's output has left its stage of Q, and releases that stage.
   __device__ __forceinline__ void release_stored() {
     if constexpr (T::kOneQ) return;
     if (threadIdx.x % 128 == 0 && stored >= 0) {
@@ -139,17 +141,17 @@ struct GatherConsumer {
         out_mma.get_slice(thread).partition_fragment_B(make_tensor(make_smem_ptr(s.v), typename T::LayoutVt{}));
     auto acc_s = partition_fragment_C(score_mma, Shape<Int<T::kBlockM>, Int<T::kBlockN>>{});
     auto acc_o = partition_fragment_C(out_mma, Shape<Int<T::kBlockM>, Int<T::kHeadDim>>{});
-    // Probabilities as the first operand: the registers of the scores in the same order, 16 keys at a time.
+    // The probabilities as first operand of the second product: the scores' registers in the same order, in groups of
+    // 16 keys.
     auto probabilities = make_tensor<typename T::Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<T::kBlockN / 16>>>{});
     auto& scores = fragments(acc_s);
     auto& out = fragments(acc_o);
     OnlineSoftmax<1> softmax;
-    float keep[2];         // what the running sums and the output are multiplied by, as the maximum has moved
-    bool is_last = false;  // of the item's tiles: nobody needs Q after its scores
+    float keep[2];         // factors of the running sums and of the output, since the maximum has changed
+    bool is_last = false;  // whether this is the item's last tile: Q is not needed after its scores
     typename T::Item item;
 
-    // `found`: scores of as many keys as it has, which become probabilities.
-    // seen_by_all: so many of its first keys are seen by all rows.
+    // Turns the scores in `found` into probabilities. seen_by_all: how many of the tile's first keys all rows see.
     const auto to_probabilities = [&](auto is_masked, auto& found, int seen_by_all) __attribute__((always_inline)) {
       change_scores(is_masked, found, item, seen_by_all);
       if constexpr (T::kBias) {
@@ -167,7 +169,8 @@ struct GatherConsumer {
         packed(2 * i + 1) = ElementTraits<typename T::Element>::pack(found[0][i][2], found[0][i][3]);
       }
     };
-    // Scores of a tile by Q of stage q_place into acc, beside the output of the tile before it, of kKeys keys.
+    // Starts two products: the scores of a tile into acc, with the Q of stage q_place, and the output of the previous
+    // tile, which has kKeys keys. Returns when the scores are there.
     const auto start_both = [&](auto keys, auto& mma, auto& a, auto& b, auto& acc) __attribute__((always_inline)) {
       constexpr int kKeys = decltype(keys)::value;
       const auto part = make_tensor(probabilities.data(), Layout<Shape<Shape<_2, _2, _2>, _1, Int<kKeys / 16>>>{});
@@ -217,7 +220,8 @@ struct GatherConsumer {
       release(s.k_empty[k_place.stage]);
       k_place.advance();
     };
-    // The output of the last tile, of kKeys keys; with two Qs beside the first scores of the next item, if it has any.
+    // The output of the item's last tile, which has kKeys keys. With two stages of Q it is started together with the
+    // first scores of the next item, if that has any (goes_on).
     const auto last_output = [&](auto keys, bool goes_on) __attribute__((always_inline)) {
       if (!T::kOneQ && goes_on) {
         q_full().wait(q_place.phase);
@@ -234,13 +238,13 @@ struct GatherConsumer {
 
     if (consumer == T::kConsumers - 1) pass_turn();
     typename T::Announced work = next_item();
-    bool has_scores = false;  // of the item's first tile
+    bool has_scores = false;  // whether the scores of the item's first tile have been computed already
 #pragma unroll 1
     while (work.index < p.items) {
       item = find_item_of<T>(p, work.index);
       const int tiles = (work.count + T::kBlockN - 1) / T::kBlockN;
       const int last_width = tiles > 1 ? T::tile_width(work.count - (tiles - 1) * T::kBlockN) : T::kBlockN;
-      const int whole = last_width < T::kBlockN ? tiles - 1 : tiles;  // tiles of kBlockN keys
+      const int whole = last_width < T::kBlockN ? tiles - 1 : tiles;  // tiles computed with all kBlockN keys
       const int unmasked = min(work.full / T::kBlockN, whole);
       const int q_stage = q_place.stage;
       softmax = OnlineSoftmax<1>();
@@ -301,7 +305,8 @@ struct GatherConsumer {
         if constexpr (T::kSplit) {
           write_partial_rows(p, out, item, first_row);
           if constexpr (T::kOneQ) return;
-          // Where there was no product one warp could be far ahead of the others, which have to see that Q has come.
+          // Without a product, nothing has kept the warps together. All of them have to have waited for Q before its
+          // stage is released.
           if (tiles == 0) cutlass::arch::NamedBarrier::sync(128, kStoreBarrier + consumer);
           stored = q_stage;
         } else if constexpr (T::kOneQ) {
@@ -323,7 +328,7 @@ struct GatherConsumer {
     }
   }
 
-  // Likewise, one product after the other: where two thread blocks share the SM.
+  // Does what run() does, but waits for each product before it goes on: used where two thread blocks share the SM.
   __device__ __forceinline__ void run_in_turn() {
     using namespace cute;
     typename T::ScoreMma score_mma;
@@ -335,11 +340,11 @@ struct GatherConsumer {
     auto acc_o = partition_fragment_C(out_mma, Shape<Int<T::kBlockM>, Int<T::kHeadDim>>{});
     auto& out = fragments(acc_o);
     OnlineSoftmax<1> softmax;
-    float keep[2];  // what the running sums and the output are multiplied by, as the maximum has moved
+    float keep[2];  // factors of the running sums and of the output, since the maximum has changed
     typename T::Announced work = next_item();
     const FwdItem& item = work.item;
 
-    // A tile of kKeys keys, of which the first seen_by_all are seen by all rows.
+    // Computes a tile of kKeys keys, of which all rows see the first seen_by_all.
     const auto step = [&](auto is_masked, auto keys, int seen_by_all) __attribute__((always_inline)) {
       constexpr int kKeys = decltype(keys)::value;
       typename T::template TailMma<kKeys> mma;
@@ -365,7 +370,8 @@ struct GatherConsumer {
         start_scores_with_bias<kKeys>(mma, q(_, _, _, q_place.stage), k(_, _, _, k_place.stage), acc_s);
         release_stored();
         wait_for_product<0>(acc_s);
-        // Each branch has its own softmax and what follows: were they to meet before, the compiler could not mix these.
+        // Each branch has its own copy of the softmax and of what follows, so that the compiler can mix their
+        // instructions.
         if (is_large) {
           add_bias(scores, s.bias[k_place.stage]);
           __syncwarp();
@@ -421,7 +427,7 @@ struct GatherConsumer {
     }
   }
 
-  // c = q k^T of kKeys keys with their bias: see key_bias.cuh.
+  // Starts c = q k^T for kKeys keys, with their bias added by further columns of both operands (key_bias.cuh).
   template <int kKeys, class Mma, class Q, class K, class C>
   __device__ __forceinline__ void start_scores_with_bias(Mma& mma, const Q& q, const K& k, C& c) const {
     using namespace cute;
@@ -437,7 +443,7 @@ struct GatherConsumer {
     start_biased_scores(mma, q, k, bias_mma, rows(_, _, _, 0), keys(_, _, _, k_place.stage), c);
   }
 
-  // Products become logits. bias: of the keys of a tile, in shared memory.
+  // Turns products into logits. bias: one number for each key of the tile, in shared memory.
   template <int kFragments>
   __device__ __forceinline__ void add_bias(float (&scores)[1][kFragments][4], const float* bias) const {
     const float* const own = bias + FragmentMap(consumer * 64 + warp * 16, 0, lane).col0;
@@ -449,8 +455,8 @@ struct GatherConsumer {
     }
   }
 
-  // Gives -inf to the keys that a row does not see. The keys that all rows see come first and need no test, which would
-  // be three instructions a score: it is left out for groups of kGroup keys that have no others.
+  // Sets the scores of keys that a row does not see to -inf. The test takes three instructions a score. Keys that all
+  // rows see come first, and groups of kGroup keys that have no others are not tested.
   template <int kFragments>
   __device__ __forceinline__ void mask_scores(float (&scores)[1][kFragments][4], const ScoreInputs& in,
                                               const FragmentMap& map, int seen_by_all) const {
@@ -465,7 +471,8 @@ struct GatherConsumer {
     }
   }
 
-  // Adds the bias, unless it came with the products, and masks the scores. seen_by_all: as above.
+  // Adds the bias, unless the products have added it, and masks the scores. seen_by_all: how many of the tile's first
+  // keys all rows see.
   template <class IsMasked, int kFragments>
   __device__ __forceinline__ void change_scores(IsMasked, float (&scores)[1][kFragments][4], const FwdItem& item,
                                                 int seen_by_all) {
@@ -495,7 +502,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
   if (threadIdx.x == 0) init_gather_barriers<T>(s);
   __syncthreads();
   wait_for_previous_kernel();
-  let_next_kernel_start();  // one that need not wait has room where there are no items left
+  let_next_kernel_start();  // its thread blocks may use SMs that have no items left
   if (cutlass::canonical_warp_group_idx() == 0) {
     cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
     GatherProducer<T>(p, s).run();

@@ -13,7 +13,7 @@
 
 namespace dmattn::sm90 {
 
-// K and V of the heads in progress, with what else passes through, stay in L2.
+// Bytes of K and V of the heads that are in progress at a time. With the other data that passes through, they fit L2.
 constexpr int64_t kGatherSectionBytes = 40 << 20;
 
 template <class T>
@@ -65,7 +65,8 @@ cudaError_t launch_gather_kernel(const KernelChoice& choice, const FwdParams& p,
                                  devices_ready, arguments, stream);
 }
 
-// Of the two kernels of a tile, where the second one splits the keys of a list; as launch_fwd_mode().
+// A tile has two kernels, of which the second splits the keys of a list. Launches one of them, as launch_fwd_mode()
+// does.
 template <class Element, int kHeadDim, bool kBias, int kBlockN, int kStages, int kBlocksPerSm>
 cudaError_t launch_gather_mode(const KernelChoice& choice, const FwdParams& p, cudaStream_t stream) {
   constexpr int kProducerRegisters = kBlocksPerSm == 2 ? 48 : 56;

@@ -1,11 +1,11 @@
 // The producer of the Hopper forward over lists of keys: a warpgroup that copies the rows of K and V that a list names
-// into tiles as TMA would lay them out.
+// into tiles with the layout that TMA would give them.
 //
-// Eight threads copy a row of a panel (128 bytes), 16 bytes each. Of a large tile a thread copies neighbouring rows, whose
-// entries of the list it reads at once (read_rows); of a small one a warp shares the entries that its threads have read
-// (share_entry). Each thread reads one entry of the list for each tile, a tile ahead, which also brings the list into the
-// L1 cache, and what is known of its key. What is read stays as it is until it is needed: an instruction that uses it
-// waits for its arrival.
+// Eight threads copy a row of a panel (128 bytes), 16 bytes each. In a large tile a thread copies neighbouring rows,
+// whose entries of the list it reads with wide loads (read_rows). In a small tile the threads of a warp pass their
+// entries to each other (share_entry). For each tile, a thread also reads one entry of the list a tile ahead, which
+// brings the list into the L1 cache, and the interval end and bias of the key that it names. No instruction uses a
+// loaded value before it is needed, since it would wait for the load.
 #pragma once
 
 #include <climits>
@@ -18,32 +18,33 @@
 
 namespace dmattn::sm90 {
 
-// Positions count rows as keys are counted: row r is at position r + offset.
+// Row r is at position r + offset, counted like keys.
 __device__ __forceinline__ int position_offset(const GatherArguments& p) {
   return p.is_causal || p.keys.block_rows > 0 ? p.seqlen_k - p.seqlen_q : 0;
 }
 
 template <class T>
 struct GatherProducer {
-  static constexpr int kBarrier = 7;  // of the producer's threads; the consumers have 1 to 4
+  static constexpr int kBarrier = 7;  // named barrier of the producer's threads; the consumers' are 1 to 4
 
   const typename T::Arguments& p;
   typename T::Shared& s;
   const int warp, lane;
-  const int chunk, group;  // what this thread copies: 16 bytes of each of kPasses rows of a panel, see row_of()
-  const int own;           // the key of a tile of which it tells the consumers
+  const int chunk, group;  // this thread copies piece `chunk` (16 bytes) of kPasses rows of a panel: see row_of()
+  const int own;           // the key of a tile whose interval and bias this thread writes for the consumers
   const uint64_t policy;
   RingPlace<T::kStages> k_place, v_place;
   RingPlace<T::kFactStages> facts_place;
   RingPlace<2> item_place;
   RingPlace<T::kQStages> q_place;
   int next_slot = 0;
-  Barrier* unsaid = nullptr;  // of the copies that have been started last; kProducer alone
+  Barrier* unsaid = nullptr;  // with ProxyFence::kProducer: where to arrive once the last copies have completed
 
-  // What is known of a key of a tile, as it was read: where its interval ends, and its bias, in one of two places by its
-  // dtype. Where nothing is read anything may stand: zeros would be written after a read, and wait for it.
+  // A key of a tile, its interval end, and its bias as loaded: in `bias` if its dtype is fp32, otherwise in
+  // narrow_bias. Fields that are not loaded are left undefined: writing zeros to a register would wait for an earlier
+  // load into it.
   struct Facts {
-    int32_t key = -1;  // there is none
+    int32_t key = -1;  // -1: there is no key
     uint32_t end = anything(), bias = anything(), narrow_bias = anything();
   };
   static __device__ __forceinline__ uint32_t anything() {
@@ -51,15 +52,15 @@ struct GatherProducer {
     asm volatile("" : "=r"(x));
     return x;
   }
-  // An item and what is known of its list before its turn comes.
+  // An item, and what is read of its list while the previous item is being copied.
   struct Work {
     int index;
     typename T::Item item;
     const int32_t* list;
-    const int32_t* end;  // of the head's keys; nullptr without intervals
+    const int32_t* end;  // interval ends of the head's keys; nullptr without intervals
     int count, full;     // see Announced
-    int entry;           // of the first tile
-    Facts facts;         // ... and of the key that it names
+    int entry;           // this thread's entry of the first tile
+    Facts facts;         // those of the key that `entry` names
   };
 
   __device__ __forceinline__ GatherProducer(const typename T::Arguments& arguments, typename T::Shared& shared)
@@ -72,7 +73,7 @@ struct GatherProducer {
         own(T::kOverlaps ? threadIdx.x : T::kPassKeys * (lane / 4) + 4 * warp + lane % 4),
         policy(make_policy()) {}
 
-  // Rows of K and V are read again by other row blocks, and by the other heads of a group.
+  // Keep rows of K and V in L2: other row blocks, and the other heads of the group, read them again.
   static __device__ __forceinline__ uint64_t make_policy() {
     uint64_t policy;
     asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
@@ -82,7 +83,7 @@ struct GatherProducer {
   __device__ __forceinline__ void run() {
     if constexpr (T::kBiasInProduct) {
       s.bias_operands.write_constants(threadIdx.x, 128);
-      cutlass::arch::NamedBarrier::sync(128, kBarrier);  // the other columns of a row are another thread's
+      cutlass::arch::NamedBarrier::sync(128, kBarrier);  // other threads write the other columns of the same rows
     }
     Work work = {};
     work.index = blockIdx.x;
@@ -95,7 +96,8 @@ struct GatherProducer {
     cute::cp_async_wait<0>();
   }
 
-  // Other warps may not wait with the first one: once it has announced the item they could miss a phase of the barrier.
+  // Only the first warp waits at item_empty. If the others did too, the barrier could have gone on by two phases before
+  // they look at it, and they would wait for the wrong one.
   __device__ __forceinline__ void announce(const Work& work) {
     if (warp == 0) {
       s.item_empty[item_place.stage].wait(item_place.phase ^ 1);
@@ -109,7 +111,7 @@ struct GatherProducer {
     item_place.advance();
   }
 
-  // The item of work.index, and where its list is. Its lengths are not looked at before open_list().
+  // Finds the item of work.index and its list, and starts to load the list's lengths, which open_list() uses.
   __device__ __forceinline__ void find_list(Work& work) const {
     if (work.index >= p.items) return;
     work.item = find_item_of<T>(p, work.index);
@@ -123,7 +125,7 @@ struct GatherProducer {
     work.list = p.keys.idx + i * p.keys.capacity;
     work.count = __ldg(p.keys.count + i);
   }
-  // The lengths, and the entry of the first tile.
+  // Works out the lengths of the list, and starts to load the entry of the first tile.
   __device__ __forceinline__ void open_list(Work& work) const {
     if (work.index >= p.items) return;
     work.count = known_list_count(p.keys, work.count);
@@ -142,7 +144,7 @@ struct GatherProducer {
     if constexpr (T::kSplit) take_share(work);
     work.entry = read_entry(work, 0);
   }
-  // Of the tiles of the list: where they begin it begins, and so on.
+  // Narrows the list to the tiles of this item's split.
   __device__ __forceinline__ void take_share(Work& work) const {
     const int tiles = (work.count + T::kBlockN - 1) / T::kBlockN;
     const int begin = tiles * work.item.split / p.splits * T::kBlockN;
@@ -162,13 +164,14 @@ struct GatherProducer {
     return own < T::kBlockN && entry < work.count ? __ldg(work.list + entry) : 0;
   }
 
-  // A key of the list, or one that may be read in its place.
+  // The key that an entry names, clamped to keys that exist: the padding of a list may hold any number.
   __device__ __forceinline__ int position_of(int entry) const { return KeyLimits{0, p.seqlen_k - 1}.position(entry); }
 
-  // Returns the next item, which is announced. What is known of it comes by loads that need each other: its number, its
-  // list's length, an entry, the facts of a key. Each is started beside copies of this item and used after further
-  // ones, as short lists leave few copies to wait behind. Of long lists the next item is taken when so many tiles are
-  // left: not sooner, as blocks with long items would be given another one before others are done with theirs.
+  // Copies an item, and announces and returns the next one. The next item takes four loads that depend on each other:
+  // its number, its list's length, an entry, and the facts of a key. Each is started between copies of this item and
+  // used after further copies, so that its latency is hidden even behind a short list. The next item is taken when
+  // kTilesLeft tiles are left, and not sooner: a thread block with a long item would otherwise take another one that an
+  // idle thread block could start earlier.
   static constexpr int kTilesLeft = 5;
   __device__ __forceinline__ Work copy_item(const Work& work) {
     int taken = p.items;
@@ -186,7 +189,7 @@ struct GatherProducer {
       copy_tile(work, n, rows, v, p.v.row_stride, s.v, s.v_full, s.v_empty, v_place);
     };
     if (tiles == 0) {
-      say_all();  // the consumers may need it before they are done with the last Q
+      say_all();  // the consumers may need these copies before they release the previous Q
       copy_q(work.item, false);
     }
     Work next = {};
@@ -234,12 +237,12 @@ struct GatherProducer {
     return next;
   }
 
-  // The number of the next item, which the first thread has taken.
+  // Hands the number of the next item, which the first thread has taken, to all threads of the producer.
   __device__ __forceinline__ int share_next(int taken) {
     if (threadIdx.x == 0) s.next_item[next_slot] = gridDim.x + taken;
     cutlass::arch::NamedBarrier::sync(128, kBarrier);
     const int index = __shfl_sync(0xffffffffu, s.next_item[next_slot], 0);
-    next_slot ^= 1;  // written again two items later, when all threads have come past the barrier once more
+    next_slot ^= 1;  // a slot is written again two items later: the barrier in between ensures that all have read it
     return index;
   }
 
@@ -264,7 +267,7 @@ struct GatherProducer {
     q_place.advance();
   }
 
-  // Each consumer's half as soon as that consumer has no more use for the last one.
+  // Copies each consumer's half of Q as soon as that consumer has released its half of the previous Q.
   __device__ __forceinline__ void copy_halves_of_q(const FwdItem& item, bool is_read) {
     if (!is_read) return;
     if (warp == 0) {
@@ -284,16 +287,17 @@ struct GatherProducer {
     q_place.advance();
   }
 
-  // Where this thread's 16 bytes of the first row lie. Opaque, as the compiler would add up its terms for each row.
+  // The address of this thread's 16 bytes of row 0. Opaque to the compiler, which would otherwise add up its terms
+  // again for each row.
   __device__ __forceinline__ const char* rows_of(const GatheredTensor& tensor, int batch, int head) const {
     const char* rows = tensor.data + batch * tensor.batch_stride + head * tensor.head_stride + chunk * 16;
     asm volatile("" : "+l"(rows));
     return rows;
   }
 
-  // Entries of the list for the rows of a tile that this thread copies, as they were read. The rows are neighbours where
-  // they are read at once, in whole tiles; otherwise every so many-th, so that all threads have a part of those that there
-  // are.
+  // Entries of the list, as loaded, for the rows of a tile that this thread copies (row_of()). In whole tiles a thread
+  // has neighbouring rows, whose entries it loads at once. Otherwise it has every kPassKeys-th row, so that all threads
+  // have a part of the rows that there are.
   struct Rows {
     alignas(16) int32_t entry[T::kPasses];
   };
@@ -322,7 +326,8 @@ struct GatherProducer {
     }
     return rows;
   }
-  // Likewise, from the entry that each thread has read: `own` is chosen for this.
+  // The same, by shuffles, from the one entry that each thread has read: `own` is chosen so that a warp's threads have
+  // read the entries that the warp needs.
   __device__ __forceinline__ Rows share_entry(int entry) const {
     Rows rows;
 #pragma unroll
@@ -330,7 +335,7 @@ struct GatherProducer {
     return rows;
   }
 
-  // Tile n of the list: the keys that it has, and zeros for the others that are computed.
+  // Copies tile n of the list: the rows of its keys, and zeros for the further rows that are computed.
   __device__ __forceinline__ void copy_tile(const Work& work, int n, const Rows& rows, const char* from,
                                             uint32_t row_stride, typename T::Element* tiles, Barrier* full,
                                             Barrier* empty, RingPlace<T::kStages>& place) {
@@ -345,8 +350,8 @@ struct GatherProducer {
     say_when_copied(full[place.stage]);
     place.advance();
   }
-  // width: of the rows that are computed. All addresses are worked out before the first copy: an instruction that writes
-  // to an address waits for the copy that reads it.
+  // width: how many rows are computed. All addresses are worked out before the first copy, in registers of their own:
+  // an instruction that overwrites an address register waits until the copy that uses it has read it.
   template <bool kAtOnce>
   __device__ __forceinline__ void copy_rows(const Rows& rows, const char* from, uint32_t row_stride, uint32_t to,
                                             int keys, int width) {
@@ -361,9 +366,9 @@ struct GatherProducer {
     for (int i = 0; i < T::kPasses; ++i) {
       const int row = row_of<kAtOnce>(i);
       if (!kAtOnce && i * T::kPassKeys >= width) break;
-      // The swizzle goes by the row's place in eight rows. That follows from the first row's by an exclusive or, but where
-      // neighbouring rows are six. It is applied last: of a sum with a uniform term ptxas 13.0 makes an instruction that
-      // the GPU does not know.
+      // The swizzle depends on the row's place among eight rows. It follows from that of the first row by an exclusive
+      // or, except where a thread has six neighbouring rows. The swizzle is applied last: when it is applied before a
+      // uniform term is added, ptxas 13.0 makes an instruction that the GPU does not know.
       constexpr bool kAreSix = kAtOnce && T::kChunks % T::kPasses != 0;
       const int in_eight = kAreSix ? row % T::kChunks : row_of<kAtOnce>(0) % T::kChunks ^ (kAtOnce ? i : 0);
       const uint32_t line = kAreSix ? to + row * 128 : own_rows;
@@ -377,7 +382,8 @@ struct GatherProducer {
     }
   }
 
-  // To a stage of K, of this thread's key: the bias as operands of the product, or as what they lack.
+  // Writes the bias of this thread's key beside a stage of K: as operands of the product, or, where it is too large for
+  // them, as a number that the consumers add.
   __device__ __forceinline__ void write_bias_operands(const Facts& facts, int stage) {
     using Operands = typename T::BiasOperands;
     const bool has_key = own < T::kBlockN;
@@ -398,10 +404,10 @@ struct GatherProducer {
     if (lane == 0) s.k_full[stage].arrive();
   }
 
-  // --- saying that copies are there --------------------------------------------------------------------------------
+  // --- telling the consumers that copies have completed ------------------------------------------------------------
 
-  // The first way lets the copies say so themselves. The second needs a thread that has waited for them: it does so
-  // after it has started the next tile's, or when it has nothing else to do.
+  // Usually the copies arrive at the barrier by themselves. With ProxyFence::kProducer a thread has to wait for its
+  // copies and arrives then: after it has started those of the next tile, or when it has nothing else to do.
   __device__ __forceinline__ void say_when_copied(Barrier& full) {
     if constexpr (T::kFence == ProxyFence::kProducer) {
       cute::cp_async_fence();
@@ -436,22 +442,22 @@ struct GatherProducer {
   static __device__ __forceinline__ bool has_intervals(const Work& work, int n) {
     return (n + 1) * T::kBlockN > work.full;
   }
-  // Whether there are any of tile n, which the list has, and whether consumers wait for them: a bias that comes with the
-  // products stands beside K.
+  // has_facts: whether the keys of tile n have facts. tells_facts: whether consumers wait for them at facts_full; a
+  // bias that the products add lies beside K instead.
   static __device__ __forceinline__ bool has_facts(const Work& work, int n) {
     return T::kBias || has_intervals(work, n);
   }
   static __device__ __forceinline__ bool tells_facts(const Work& work, int n) {
     return (T::kBias && !T::kBiasInProduct) || has_intervals(work, n);
   }
-  // Where the bias of the keys of an item begins. Opaque, as the compiler would divide again for each tile.
+  // The offset of the bias of an item's keys. Opaque to the compiler, which would otherwise divide again for each tile.
   __device__ __forceinline__ int64_t bias_begin(const FwdItem& item) const {
     if constexpr (!T::kBias) return 0;
     int64_t begin = item.batch * p.bias.batch_stride + (item.head / p.bias.head_ratio) * p.bias.head_stride;
     asm volatile("" : "+l"(begin));
     return begin;
   }
-  // Of `key`, this thread's of tile n. bias: see bias_begin().
+  // Starts to load the facts of `key`, this thread's key of tile n. bias: see bias_begin().
   __device__ __forceinline__ Facts read_facts(const Work& work, int64_t bias, int n, int key) const {
     Facts facts;
     if (own >= T::kBlockN || n * T::kBlockN + own >= work.count) return facts;
@@ -469,7 +475,7 @@ struct GatherProducer {
     }
     return facts;
   }
-  // What the consumers are told: the positions that see the key, and its bias.
+  // The positions that see the key.
   __device__ __forceinline__ KeyInterval interval_of(const Work& work, const Facts& facts) const {
     if (facts.key < 0) return {0, 0};
     if (work.end != nullptr) return {facts.key, static_cast<int32_t>(facts.end) - facts.key};
@@ -481,7 +487,7 @@ struct GatherProducer {
     return ElementTraits<typename T::Element>::unpack(facts.narrow_bias).x;
   }
   __device__ __forceinline__ void write_facts(const Work& work, const Facts& facts) {
-    // What the consumers wait for next may not have been said yet.
+    // wait_until_free(), since the consumers may be waiting for copies whose arrival this thread still has to announce.
     wait_until_free(s.facts_empty[facts_place.stage], facts_place.phase ^ 1);
     if (own < T::kBlockN) {
       const KeyInterval interval = interval_of(work, facts);

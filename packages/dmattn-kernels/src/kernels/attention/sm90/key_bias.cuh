@@ -1,8 +1,9 @@
-// A bias for each key that comes with the products of scores: where the softmax bounds a kernel of the Hopper forward,
-// Q has three columns of ones more, and K the bias / softmax_scale in three 16-bit numbers whose sum it is. The softmax is
-// then that of raw products. A large bias is added to the scores instead, and its operand is 0: it might overflow, and the
-// scores, which are rounded once it has been added, would not be those of the backward. The dense forward does so with
-// all numbers of a tile that has a large one.
+// A bias for each key that the products of scores add, in kernels of the Hopper forward that are limited by their
+// softmax. Q has three more columns, which are ones, and K has in these columns three 16-bit numbers whose sum is
+// bias / softmax_scale. The softmax is then that of raw products. A large bias is added to the scores instead, and
+// its columns of K are 0: in the product it might overflow, and the logits would not be rounded as in the backward.
+// Over lists only large numbers are added to the scores; in the dense forward all numbers of a tile with a large one
+// are.
 #pragma once
 
 #include <cutlass/numeric_types.h>
@@ -20,20 +21,21 @@ __device__ __forceinline__ void st_shared_v2(uint32_t addr, uint2 x) {
   asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(addr), "r"(x.x), "r"(x.y));
 }
 
-// The operands, in 16 columns more. Rows of 32 bytes, swizzled as the matrix instructions want them.
+// The operands of that product, with 16 columns. Rows have 32 bytes, swizzled as the matrix instructions require.
 struct NoOperands {};
 template <class Element, int kBlockN, int kStages>
 struct KeyBiasOperands {
   static constexpr int kCols = 16, kRowBytes = kCols * sizeof(Element);
 
   alignas(1024) Element keys[kStages * kBlockN * kCols];
-  alignas(1024) Element rows[64 * kCols];  // of all consumers alike
-  int32_t is_large[kStages];               // not 0: the stage's operands lack something, which has to be added
+  alignas(1024) Element rows[64 * kCols];  // the same for all consumers
+  int32_t is_large[kStages];  // not 0: `keys` of the stage lacks some of the bias, which has to be added to the scores
 
-  // Where the first eight columns of a row begin.
+  // The offset in bytes of the first eight columns of a row.
   static __device__ __forceinline__ uint32_t row_offset(int row) { return row * kRowBytes + (row / 4 % 2 << 4); }
 
-  // The columns of Q, and those of K that no tile writes, by so many threads.
+  // Writes the columns of Q, and zeros to K, where the tiles write only the first four columns. `threads` threads
+  // share the work.
   __device__ __forceinline__ void write_constants(int thread, int threads) {
     const uint32_t of_keys = smem_u32(keys), of_rows = smem_u32(rows);
     const uint32_t two = ElementTraits<Element>::pack(1.f, 1.f), one = ElementTraits<Element>::pack(1.f, 0.f);
@@ -48,20 +50,23 @@ struct KeyBiasOperands {
   }
 };
 
-// The largest bias that is not large. Maxima of the softmax are large beyond the first number; fp16 has room for the
-// second in an operand. Of a scale that is not positive, or hardly, every bias is large, and in fp16 of a large one: its
-// operands are multiples of 2^-24, so that an error of up to 2^-25 is multiplied by the scale.
+// The largest bias, without its sign, that is not large. There are two limits: 64, beyond which the softmax treats a
+// maximum as large, and 32768 * scale, so that bias / scale fits fp16. Every bias is large if the scale is not
+// positive or too close to 0, and in fp16 if the scale is above 16: fp16 operands are multiples of 2^-24, and the
+// scale multiplies their error of up to 2^-25.
 template <class Element>
 __host__ __device__ __forceinline__ float most_bias_in_product(float softmax_scale) {
   constexpr float kMostScale = std::is_same_v<Element, cutlass::half_t> ? 16.f : FLT_MAX;
   return softmax_scale > 1e-30f && softmax_scale <= kMostScale ? fminf(64.f, 32768.f * softmax_scale) : -1.f;
 }
 
-// Three 16-bit numbers whose sum x is: they have 24 bits together, or in fp16 more, but none below 2^-24.
+// Splits x into three 16-bit numbers whose sum is x. They have 24 bits together; in fp16 they have more, but none
+// below 2^-24.
 template <class Element>
 __device__ __forceinline__ uint2 split_in_three(float x) {
   if constexpr (std::is_same_v<Element, cutlass::bfloat16_t>) {
-    // Upper halves of fp32 numbers. Of 24 bits eight are left once eight have been cut off twice.
+    // Upper halves of fp32 words. Each of the first two takes eight of the 24 significant bits, so that eight are
+    // left for the last one.
     const uint32_t first = __float_as_uint(x);
     const float rest = x - __uint_as_float(first & 0xffff0000u);
     const uint32_t second = __float_as_uint(rest);
@@ -75,7 +80,7 @@ __device__ __forceinline__ uint2 split_in_three(float x) {
   }
 }
 
-// c = q k^T, and in the same group of products what other columns add.
+// Starts c = q k^T and, in the same group of products, adds the product of the other columns.
 template <class Mma, class Q, class K, class OtherMma, class OtherQ, class OtherK, class C>
 __device__ __forceinline__ void start_biased_scores(Mma& mma, const Q& q, const K& k, OtherMma& other_mma,
                                                     const OtherQ& other_q, const OtherK& other_k, C& c) {
@@ -93,8 +98,9 @@ __device__ __forceinline__ void start_biased_scores(Mma& mma, const Q& q, const 
   cute::warpgroup_fence_operand(c);
 }
 
-// As OnlineSoftmax::probabilities(), of raw products, with maxima in units of 1: other tiles have logits. These may be as
-// low as finfo.min, which must not become -inf where all of this tile is hidden.
+// As OnlineSoftmax::probabilities(), for raw products, but row_max is in natural units, since it is also compared
+// with logits of other tiles. It may be as low as finfo.min, and must not become -inf when multiplied by log2(e): a
+// row for which this tile is hidden would get NaN.
 template <int kFragments>
 __device__ __forceinline__ void take_probabilities_of_products(OnlineSoftmax<1>& softmax,
                                                                float (&products)[1][kFragments][4], float (&alpha)[2],

@@ -1,5 +1,5 @@
-// Tiles of packed sequences by TMA: a tile ends where its sequence does (see kPackedOrigin). Rows behind it are other
-// sequences', which may hold anything: a probability of 0 times an infinity is NaN.
+// Tiles of packed sequences by TMA. A tile ends where its sequence ends (see kPackedOrigin): rows behind that belong
+// to other sequences and may hold anything, and a probability of 0 times an infinity is NaN.
 #pragma once
 
 #include "../shared/seqlen.cuh"
@@ -8,14 +8,15 @@
 
 namespace dmattn::sm90 {
 
-// Of a packed sequence, what the arguments of a kernel have where all lengths are the same.
+// Lengths of one packed sequence, named like those in the arguments of a kernel for sequences of equal lengths.
 struct PackedLengths {
   int seqlen_q, seqlen_k;
   bool is_causal;
   int window = 0;
 };
 
-// Likewise of a packed sequence, in a map of TensorMapper::map_packed(). `row` counts from the sequence's first.
+// As the functions in pipeline.cuh, for a packed sequence in a map of TensorMapper::map_packed(). `row` counts from
+// the first row of the sequence.
 __device__ __forceinline__ void load_panel(const CUtensorMap& map, Barrier& full, cute::TMA::CacheHintSm90 hint,
                                            void* panel, int col, int row, int head, const SeqRange& sequence) {
   const int origin = kPackedOrigin;

@@ -20,20 +20,21 @@ struct Barrier {
   __device__ __forceinline__ void init(int arrivals) { cutlass::arch::ClusterBarrier::init(&word, arrivals); }
   __device__ __forceinline__ void wait(int phase) { cutlass::arch::ClusterBarrier::wait(&word, phase); }
   __device__ __forceinline__ void arrive() { cutlass::arch::ClusterBarrier::arrive(&word); }
-  // Arrives, and lets the phase end only once so many bytes have been copied.
+  // Arrives, and keeps the phase from ending before `bytes` bytes have been copied.
   __device__ __forceinline__ void arrive_and_expect(uint32_t bytes) {
     cutlass::arch::ClusterTransactionBarrier::arrive_and_expect_tx(&word, bytes);
   }
   __device__ __forceinline__ bool is_past(int phase) {
     return cutlass::arch::ClusterBarrier::test_wait(&word, phase, 1);
   }
-  // Arrives once all that this thread has started to copy by copy_async() is there. Counts as one of the arrivals.
+  // Arrives once all that this thread has started to copy by copy_async() has been copied. Counts as one of the
+  // arrivals.
   __device__ __forceinline__ void arrive_when_copied() { cutlass::arch::cpasync_barrier_arrive_noinc(&word); }
 };
 
-// The next number of a counter, which counts to 2^31 - 1 at most. The thread goes on until it uses the number. Behind an
-// addition it could wait at once, as the compiler adds up for a warp and then deals the numbers out to its lanes. This
-// is an increment that begins anew at a bound, which it leaves alone.
+// Takes the next number of a counter, which counts to 2^31 - 1 at most. The thread does not wait before it uses the
+// number. With an atomic addition it could wait at once, as the compiler adds up for a whole warp and distributes the
+// numbers to its lanes. This is an increment that starts again at 0 beyond a bound, and the compiler leaves it alone.
 __device__ __forceinline__ int next_number(int32_t* counter) {
   constexpr uint32_t kBound = INT32_MAX;
   uint32_t number;
@@ -53,13 +54,14 @@ struct RingPlace {
   }
 };
 
-// Copies a panel of a tile into shared memory: the columns from `col` on of as many rows as the map says. Rows and
-// columns outside the tensor become zeros.
+// Copies a panel of a tile into shared memory: the columns from `col` on, of as many rows as a box of the map has.
+// Rows and columns outside the tensor become zeros.
 __device__ __forceinline__ void load_panel(const CUtensorMap& map, Barrier& full, cute::TMA::CacheHintSm90 hint,
                                            void* panel, int col, int row, int head, int batch) {
   cute::SM90_TMA_LOAD_4D::copy(&map, &full.word, static_cast<uint64_t>(hint), panel, col, row, head, batch);
 }
-// Likewise to the same place of all thread blocks of the cluster in `blocks`, whose barriers count it each.
+// Copies it to the same place in several thread blocks of the cluster, a bit of `blocks` for each. Each of them
+// counts the bytes on its own barrier.
 __device__ __forceinline__ void load_panel_to(uint16_t blocks, const CUtensorMap& map, Barrier& full,
                                               cute::TMA::CacheHintSm90 hint, void* panel, int col, int row, int head,
                                               int batch) {
@@ -67,15 +69,15 @@ __device__ __forceinline__ void load_panel_to(uint16_t blocks, const CUtensorMap
                                          batch);
 }
 
-// Copies 16 bytes from global to shared memory, or writes as many zeros where they do not exist (nothing is read then).
-// `policy`: what L2 does with them.
+// Copies 16 bytes from global to shared memory, or writes 16 zeros if they do not exist (nothing is read then).
+// `policy`: the L2 cache policy.
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool exists, uint64_t policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
                "r"(exists ? 16 : 0), "l"(policy)
                : "memory");
 }
 
-// Likewise, for rows that L2 may treat as any others.
+// The same with the default policy.
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool exists) {
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0)
                : "memory");
@@ -84,7 +86,7 @@ __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool e
 // Waits until all bulk copies from shared memory that this thread has committed have been written.
 __device__ __forceinline__ void wait_for_bulk() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Adds fp32 numbers from shared memory to as many in global memory.
+// Starts to add fp32 numbers from shared memory to as many in global memory.
 __device__ __forceinline__ void add_bulk(float* to, uint32_t from, uint32_t bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
                "r"(bytes)
@@ -128,9 +130,10 @@ __device__ __forceinline__ void wait_for_product(C& c) {
   cute::warpgroup_fence_operand(c);
 }
 
-// What waits or writes after this comes behind this probability in the program. The compiler knows of no order between
-// exponentials and the wait for the product before them: it had all of them behind that. It keeps the order of writes
-// and waits, so here is a write that depends on the probability. It does not happen: none is below zero, nor is NaN.
+// Keeps what waits or writes after this behind the probability, in the compiled program, too. The compiler sees no
+// order between exponentials and the wait for the previous product, and put that wait before all of them. But it
+// keeps the order of writes and waits, so here is a write that depends on the probability. It never happens: no
+// probability is below zero, and NaN is not, either.
 __device__ __forceinline__ void stay_behind(float probability, uint32_t smem) {
   asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.u32 [%1], 0;}" ::"f"(probability), "r"(smem)
                : "memory");

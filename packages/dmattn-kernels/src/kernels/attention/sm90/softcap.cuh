@@ -1,16 +1,17 @@
 // tanh for softcap on Hopper.
 //
-// Powers and reciprocals are computed for 16 numbers a clock and SM, sums and products for 128. tanh_fast() takes a
-// power and a reciprocal, and the softmax a power of its own: these three take longer than all other instructions of a
-// score. A quotient of polynomials takes no power, but seven instructions more. Some of the scores have one and some
-// the other, by measurement. Counts, errors and times are in docs/kernels/forward.md.
+// An SM computes 16 powers or reciprocals a clock, but 128 sums or products. tanh_fast() takes a power and a
+// reciprocal, and the softmax takes another power: these three take longer than all other instructions of a score. A
+// quotient of polynomials takes no power, but seven more instructions. So some of the scores use the quotient and the
+// others tanh_fast(); measurements decided how many (kCapQuotients). Counts, errors and times are in
+// docs/kernels/forward-mask-bias.md.
 #pragma once
 
 #include "../shared/element.cuh"
 
 namespace dmattn::sm90 {
 
-// x, or the limit that it is beyond; NaN stays NaN.
+// x, limited to -limit to limit; NaN stays NaN.
 __device__ __forceinline__ float clamp_number(float x, float limit) {
   float r;
   asm("{.reg .f32 t; max.NaN.f32 t, %1, %2; min.NaN.f32 %0, t, %3;}" : "=f"(r) : "f"(x), "f"(-limit), "f"(limit));
@@ -22,9 +23,9 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
   return r;
 }
 
-// x p(x^2) / q(x^2), both of degree 4, with the least largest error up to 9, from where on tanh rounds to 1. A step of
-// Newton's method takes the reciprocal's error away. What is left is at most 3e-7, relative to tanh: less than that of
-// tanh_fast() from 0.03 on, the absolute one and the relative one.
+// x p(x^2) / q(x^2), where p and q are of degree 4 and have the smallest possible largest error up to x = 9, from
+// where on tanh rounds to 1. A step of Newton's method removes the error of the reciprocal. The error that is left is
+// at most 3e-7 relative to tanh: from x = 0.03 on it is smaller than that of tanh_fast(), both absolute and relative.
 __device__ __forceinline__ float tanh_by_quotient(float x) {
   x = clamp_number(x, 9.f);
   const float u = x * x;
@@ -41,14 +42,14 @@ __device__ __forceinline__ float tanh_by_quotient(float x) {
   return __fmaf_rn(__fmaf_rn(-q, quotient, numerator), reciprocal, quotient);
 }
 
-// Of four neighbouring scores so many are quotients; index: of the score.
+// The tanh of a score: kQuotients of every four neighbouring scores use the quotient. index: of the score.
 template <int kQuotients>
 __device__ __forceinline__ float tanh_of_score(float x, int index) {
   static_assert(0 <= kQuotients && kQuotients <= 4);
   return index % 4 < kQuotients ? tanh_by_quotient(x) : tanh_fast(x);
 }
 
-// Products become the tanh of scale times them.
+// Replaces each product by the tanh of scale * product.
 template <int kQuotients, int kFragments>
 __device__ __forceinline__ void cap_scores(float (&scores)[1][kFragments][4], float scale) {
 #pragma unroll

@@ -21,7 +21,7 @@ constexpr CUtensorMapDataType tensor_map_dtype() {
   return std::is_same_v<Element, cutlass::half_t> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 }
 
-// The driver's function, which the library does not link. nullptr where the driver has none.
+// A function of the driver, which the library is not linked with. nullptr if the driver does not have it.
 inline auto tensor_map_encoder() {
   static const auto found = [] {
     void* function = nullptr;
@@ -34,17 +34,17 @@ inline auto tensor_map_encoder() {
   return found;
 }
 
-// Packed sequences. TMA leaves out what is past the extent of a dimension, but a sequence ends in the middle of the
-// tensor. So its rows get the last coordinates of a dimension of kPackedOrigin rows: row r of n has the coordinate
-// kPackedOrigin - n + r, and the one behind the last row is past the extent. Two more dimensions bring the address
-// back. One has the coordinate kPackedOrigin, and a stride of kPackedWrap bytes less those of a row: it takes
-// kPackedOrigin rows away, as kPackedOrigin * kPackedWrap is 2^64, which is 0 in an address. The other has the stride
-// of a row, and as its coordinate the row of the tensor at which the sequence ends.
+// For packed sequences. TMA leaves out what is past the extent of a dimension, but a sequence ends in the middle of
+// the tensor. So the map has a dimension of kPackedOrigin rows, of which a sequence gets the last coordinates: its
+// row r of n has the coordinate kPackedOrigin - n + r, and the row behind the last one is past the extent. Two more
+// dimensions correct the address. One has the coordinate kPackedOrigin, and a stride of kPackedWrap bytes less those
+// of a row: it subtracts kPackedOrigin rows, since kPackedOrigin * kPackedWrap is 2^64, which is 0 in an address. The
+// other has the stride of a row, and its coordinate is the row of the tensor at which the sequence ends.
 constexpr int32_t kPackedOrigin = 1 << 30;
 constexpr int64_t kPackedWrap = int64_t{1} << 34;
 
-// Makes maps for tiles of 16-bit or 32-bit elements that are copied `panel_cols` columns at a time: rows of 128 or 64
-// bytes, swizzled, or of 16 bytes, one behind the other.
+// Makes maps for tiles of 16-bit or 32-bit elements that are copied `panel_cols` columns at a time. The rows of such
+// a panel have 128 or 64 bytes and are swizzled, or they have 16 bytes and are not.
 class TensorMapper {
  public:
   TensorMapper(CUtensorMapDataType dtype, int panel_cols)
@@ -58,8 +58,8 @@ class TensorMapper {
     return encode(to, tensor, 4, sizes, strides, rows);
   }
 
-  // Likewise of packed sequences, of one each time (see kPackedOrigin): what lies behind its rows is read as 0 and not
-  // written. Dimensions (head_dim, row, heads, wrap, end).
+  // For packed sequences, of which a copy takes one (see kPackedOrigin): what lies behind its rows is read as 0 and
+  // not written. Dimensions (head_dim, row, heads, wrap, end).
   cudaError_t map_packed(CUtensorMap& to, const void* tensor, const Strides3& stride, int32_t heads, int32_t head_dim,
                          int rows) const {
     const cuuint64_t any = INT32_MAX;
@@ -71,7 +71,7 @@ class TensorMapper {
 
  private:
   static cuuint64_t size(int32_t extent) { return static_cast<cuuint64_t>(extent); }
-  // In bytes. Of a dimension with one entry the stride is never used, but TMA wants one that it could use.
+  // A stride in bytes. That of a dimension with one entry is never used, but TMA requires a valid one.
   cuuint64_t step(int64_t elements) const { return static_cast<cuuint64_t>(elements == 0 ? 16 : bytes_ * elements); }
   cudaError_t encode(CUtensorMap& to, const void* tensor, cuuint32_t rank, const cuuint64_t* sizes,
                      const cuuint64_t* strides, int rows) const {
@@ -86,7 +86,8 @@ class TensorMapper {
     };
     CUresult result = run();
     if (result == CUDA_ERROR_INVALID_CONTEXT) {
-      // The first call of a thread: the runtime makes the device's context the thread's own with the first launch only.
+      // This is the first call of the thread: the runtime makes the device's context current only with the first
+      // launch.
       int device = 0;
       cudaError_t status = cudaGetDevice(&device);
       if (status == cudaSuccess) status = cudaSetDevice(device);
