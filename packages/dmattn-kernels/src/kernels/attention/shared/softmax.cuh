@@ -18,6 +18,15 @@ struct OnlineSoftmax {
     }
   }
 
+  // What is subtracted from the scores of a row need not be their maximum: any number works that is not much smaller,
+  // since sums are divided by sums in the end. With a lazy maximum it is left as it is while the scores exceed it by at
+  // most kSlack (in natural units), so that results of earlier tiles need not be rescaled. Probabilities are then at
+  // most 2^8. `found` is the larger of the maximum so far and that of the tile; `slack` is in the same units.
+  static constexpr float kSlack = 8.f / kLog2e;
+  static __device__ __forceinline__ float lazy_max(float before, float found, float slack) {
+    return found <= before + slack ? before : found;
+  }
+
   // One row of acc_s becomes exp(scale * (acc_s - max)), where max is the new running maximum, and the running sum is
   // updated. Returns the factor by which results of earlier tiles have to be multiplied, since the maximum has
   // changed. kScaled: acc_s holds raw products; exp2(acc * scale_log2 - max * scale_log2) is one FFMA and one MUFU.
@@ -94,22 +103,29 @@ struct OnlineSoftmax {
   }
 
   // The same in two parts (see rescale()), for kernels in which a product is still adding to acc_o.
-  template <bool kScaled, int NT>
+  template <bool kScaled, bool kLazy = false, int NT>
   __device__ __forceinline__ void probabilities(float (&acc_s)[MT][NT][4], float (&alpha)[2 * MT], float scale_log2) {
+    static_assert(kScaled || !kLazy);
+    const float slack = kLazy ? kSlack * kLog2e / scale_log2 : 0.f;
 #pragma unroll
-    for (int r = 0; r < 2 * MT; ++r) alpha[r] = step_row<kScaled>(r, acc_s, scale_log2);
+    for (int r = 0; r < 2 * MT; ++r) {
+      float m = find_max(r, acc_s);
+      if constexpr (kLazy) m = lazy_max(row_max[r], m, slack);
+      alpha[r] = step_row<kScaled>(r, acc_s, scale_log2, m);
+    }
   }
   // As probabilities<true>(), but for logits. If a maximum of the warp's rows is large, the maxima are subtracted
   // beforehand: max * log2(e) is rounded, by at most 2^-18 for maxima up to 64, and for larger ones the error would
   // show in the log-sum-exp. Both cases share one copy of the exponentials, so that the compiler can interleave them
   // with the packing and rescaling that follow, which use other units of the SM.
-  template <int NT>
+  template <bool kLazy = false, int NT>
   __device__ __forceinline__ void probabilities_of_logits(float (&acc_s)[MT][NT][4], float (&alpha)[2 * MT]) {
     float left[2 * MT];  // what is still to be subtracted for the maximum
     bool is_large = false;
 #pragma unroll
     for (int r = 0; r < 2 * MT; ++r) {
-      const float m = find_max(r, acc_s);
+      float m = find_max(r, acc_s);
+      if constexpr (kLazy) m = lazy_max(row_max[r], m, kSlack);
       left[r] = m == -INFINITY ? 0.f : m;  // nothing kept yet: exp(-inf - 0) = 0, not NaN
       is_large |= fabsf(left[r]) > 64.f;
       alpha[r] = exp2_approx((row_max[r] - left[r]) * kLog2e);

@@ -22,13 +22,13 @@ __device__ __forceinline__ void init_gather_barriers(typename T::Shared& s) {
     s.q_empty[i].init(T::kOneQ ? 1 : T::kConsumers);
   }
   for (int i = 0; i < T::kStages; ++i) {
-    s.k_full[i].init(T::kBiasInProduct ? 128 + 4 : 128);  // 4: a warp each, for the bias
-    s.v_full[i].init(128);
+    s.k_full[i].init(T::kTeamThreads + (T::kBiasInProduct ? T::kTeamWarps : 0));  // and a warp each, for the bias
+    s.v_full[i].init(T::kTeamThreads);
     s.k_empty[i].init(T::kBiasInProduct ? 4 * T::kConsumers : T::kConsumers);  // see release_keys()
     s.v_empty[i].init(T::kConsumers);
   }
   for (int i = 0; i < T::kFactStages; ++i) {
-    s.facts_full[i].init(128);
+    s.facts_full[i].init(T::kTeamThreads);
     s.facts_empty[i].init(4 * T::kConsumers);  // one arrival a warp
   }
   for (int i = 0; i < 2; ++i) {
@@ -155,9 +155,9 @@ struct GatherConsumer {
     const auto to_probabilities = [&](auto is_masked, auto& found, int seen_by_all) __attribute__((always_inline)) {
       change_scores(is_masked, found, item, seen_by_all);
       if constexpr (T::kBias) {
-        softmax.probabilities_of_logits(found, keep);
+        softmax.template probabilities_of_logits</*kLazy=*/true>(found, keep);
       } else {
-        softmax.template probabilities<true>(found, keep, p.softmax_scale * kLog2e);
+        softmax.template probabilities<true, /*kLazy=*/true>(found, keep, p.softmax_scale * kLog2e);
       }
     };
     const auto to_operand = [&](auto& found) __attribute__((always_inline)) {
@@ -197,7 +197,7 @@ struct GatherConsumer {
       to_probabilities(masked, found, seen);
       finish_output();
       to_operand(found);
-      OnlineSoftmax<1>::rescale(out, keep);
+      rescale(out, keep);
     };
     const auto tail_step = [&](auto keys, int seen_by_all) __attribute__((always_inline)) {
       constexpr int kKeys = decltype(keys)::value;
@@ -362,7 +362,7 @@ struct GatherConsumer {
           packed(2 * i) = ElementTraits<typename T::Element>::pack(scores[0][i][0], scores[0][i][1]);
           packed(2 * i + 1) = ElementTraits<typename T::Element>::pack(scores[0][i][2], scores[0][i][3]);
         }
-        OnlineSoftmax<1>::rescale(out, keep);
+        rescale(out, keep);
       };
       wait_for_tile(s.k_full, k_place);
       if constexpr (T::kBiasInProduct) {
@@ -377,12 +377,13 @@ struct GatherConsumer {
           __syncwarp();
           release_keys();
           change_scores(is_masked, scores, item, seen_by_all);
-          softmax.probabilities_of_logits(scores, keep);
+          softmax.template probabilities_of_logits</*kLazy=*/true>(scores, keep);
           finish_softmax();
         } else {
           release_keys();
           change_scores(is_masked, scores, item, seen_by_all);
-          take_probabilities_of_products(softmax, scores, keep, p.softmax_scale, p.softmax_scale * kLog2e);
+          take_probabilities_of_products</*kLazy=*/true>(softmax, scores, keep, p.softmax_scale,
+                                                         p.softmax_scale * kLog2e);
           finish_softmax();
         }
       } else {
@@ -391,7 +392,7 @@ struct GatherConsumer {
         wait_for_product<0>(acc_s);
         release_keys();
         change_scores(is_masked, scores, item, seen_by_all);
-        softmax.template probabilities<true>(scores, keep, p.softmax_scale * kLog2e);
+        softmax.template probabilities<true, /*kLazy=*/true>(scores, keep, p.softmax_scale * kLog2e);
         finish_softmax();
       }
       wait_for_tile(s.v_full, v_place);
@@ -441,6 +442,12 @@ struct GatherConsumer {
     const auto keys = slice.partition_fragment_B(
         local_tile(all_keys, Shape<Int<kKeys>, Int<Operands::kCols>, Int<T::kStages>>{}, make_coord(_0{}, _0{}, _0{})));
     start_biased_scores(mma, q, k, bias_mma, rows(_, _, _, 0), keys(_, _, _, k_place.stage), c);
+  }
+
+  // Rescales the output to new maxima, which change in few tiles (OnlineSoftmax::lazy_max).
+  template <int kFragments>
+  static __device__ __forceinline__ void rescale(float (&out)[1][kFragments][4], const float (&keep)[2]) {
+    if (__any_sync(0xffffffffu, keep[0] != 1.f || keep[1] != 1.f)) OnlineSoftmax<1>::rescale(out, keep);
   }
 
   // Turns products into logits. bias: one number for each key of the tile, in shared memory.

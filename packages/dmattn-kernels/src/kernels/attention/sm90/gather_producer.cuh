@@ -29,12 +29,14 @@ struct GatherProducer {
 
   const typename T::Arguments& p;
   typename T::Shared& s;
-  const int warp, lane;
+  const int warp, lane, team;
   const int chunk, group;  // this thread copies piece `chunk` (16 bytes) of kPasses rows of a panel: see row_of()
   const int own;           // the key of a tile whose interval and bias this thread writes for the consumers
   const uint64_t policy;
-  RingPlace<T::kStages> k_place, v_place;
-  RingPlace<T::kFactStages> facts_place;
+  using StagePlace = RingPlace<T::kStages / T::kTeams>;
+  StagePlace k_place, v_place;            // among the stages of this team: see stage_of()
+  RingPlace<T::kFactStages> facts_place;  // with one team
+  int told = 0;                           // with two teams: tiles of earlier items that had facts
   RingPlace<2> item_place;
   RingPlace<T::kQStages> q_place;
   int next_slot = 0;
@@ -59,7 +61,8 @@ struct GatherProducer {
     const int32_t* list;
     const int32_t* end;  // interval ends of the head's keys; nullptr without intervals
     int count, full;     // see Announced
-    int entry;           // this thread's entry of the first tile
+    int first;           // the first tile that this thread's team copies
+    int entry;           // this thread's entry of that tile
     Facts facts;         // those of the key that `entry` names
   };
 
@@ -68,9 +71,10 @@ struct GatherProducer {
         s(shared),
         warp(cutlass::canonical_warp_idx_sync()),
         lane(threadIdx.x % 32),
+        team(warp / T::kTeamWarps),
         chunk(lane % T::kChunks),
-        group(threadIdx.x / T::kChunks),
-        own(T::kOverlaps ? threadIdx.x : T::kPassKeys * (lane / 4) + 4 * warp + lane % 4),
+        group(threadIdx.x % T::kTeamThreads / T::kChunks),
+        own(T::kTeams == 1 ? threadIdx.x : T::kPassKeys * (lane / 4) + 4 * (warp % T::kTeamWarps) + lane % 4),
         policy(make_policy()) {}
 
   // Keep rows of K and V in L2: other row blocks, and the other heads of the group, read them again.
@@ -87,6 +91,7 @@ struct GatherProducer {
     }
     Work work = {};
     work.index = blockIdx.x;
+    work.first = team;
     find_list(work);
     open_list(work);
     announce(work);
@@ -142,7 +147,7 @@ struct GatherProducer {
       }
     }
     if constexpr (T::kSplit) take_share(work);
-    work.entry = read_entry(work, 0);
+    work.entry = read_entry(work, first_of(work));
   }
   // Narrows the list to the tiles of this item's split.
   __device__ __forceinline__ void take_share(Work& work) const {
@@ -154,14 +159,25 @@ struct GatherProducer {
     work.full = min(max(work.full - begin, 0), work.count);
   }
   __device__ __forceinline__ void read_first_facts(Work& work) const {
-    if (work.index < p.items && has_facts(work, 0)) {
-      work.facts = read_facts(work, bias_begin(work.item), 0, position_of(work.entry));
+    if (work.index < p.items && has_facts(work, first_of(work))) {
+      work.facts = read_facts(work, bias_begin(work.item), first_of(work), position_of(work.entry));
     }
+  }
+
+  // Tiles are counted through all items, and team t copies those whose number is t modulo kTeams.
+  static __device__ __forceinline__ int first_of(const Work& work) { return T::kTeams == 1 ? 0 : work.first; }
+  __device__ __forceinline__ int stage_of(const StagePlace& place) const {
+    return T::kTeams == 1 ? place.stage : place.stage * T::kTeams + team;
+  }
+  // Whether this thread has a key of its own in a tile.
+  __device__ __forceinline__ bool has_own() const {
+    static_assert(T::kTeams == 1 || T::kTeamThreads == T::kBlockN);
+    return T::kTeams > 1 || own < T::kBlockN;
   }
 
   __device__ __forceinline__ int read_entry(const Work& work, int n) const {
     const int entry = n * T::kBlockN + own;
-    return own < T::kBlockN && entry < work.count ? __ldg(work.list + entry) : 0;
+    return has_own() && entry < work.count ? __ldg(work.list + entry) : 0;
   }
 
   // The key that an entry names, clamped to keys that exist: the padding of a list may hold any number.
@@ -169,16 +185,17 @@ struct GatherProducer {
 
   // Copies an item, and announces and returns the next one. The next item takes four loads that depend on each other:
   // its number, its list's length, an entry, and the facts of a key. Each is started between copies of this item and
-  // used after further copies, so that its latency is hidden even behind a short list. The next item is taken when
-  // kTilesLeft tiles are left, and not sooner: a thread block with a long item would otherwise take another one that an
-  // idle thread block could start earlier.
-  static constexpr int kTilesLeft = 5;
+  // used after further copies, so that its latency is hidden even behind a short list. A round is a tile of each team.
+  // The next item is taken when kRoundsLeft rounds are left, and not sooner: a thread block with a long item would
+  // otherwise take another one that an idle thread block could start earlier.
+  static constexpr int kRoundsLeft = T::kTeams == 1 ? 5 : 3;
   __device__ __forceinline__ Work copy_item(const Work& work) {
     int taken = p.items;
     const auto take = [&]() __attribute__((always_inline)) {
       if (p.work_counter != nullptr && threadIdx.x == 0) taken = next_number(p.work_counter);
     };
     const int tiles = (work.count + T::kBlockN - 1) / T::kBlockN;
+    const int rounds = (tiles + T::kTeams - 1) / T::kTeams;
     const int kv_head = work.item.head / p.head_ratio;
     const char* const k = rows_of(p.k, work.item.batch, kv_head);
     const char* const v = rows_of(p.v, work.item.batch, kv_head);
@@ -193,44 +210,50 @@ struct GatherProducer {
       copy_q(work.item, false);
     }
     Work next = {};
-    const int take_at = max(tiles - kTilesLeft, -1);
-    const int find_at = take_at < 0 ? (tiles > 1 ? 1 : 0) : take_at + 1;
+    next.first = (work.first + tiles) % T::kTeams;
+    const int take_at = max(rounds - kRoundsLeft, -1);
+    const int find_at = take_at < 0 ? (rounds > 1 ? 1 : 0) : take_at + 1;
     if (take_at < 0) take();
     const int64_t bias = bias_begin(work.item);
     Facts facts = work.facts;
     int entry = work.entry;
 #pragma unroll 1
-    for (int n = 0; n < tiles; ++n) {
-      const int entry_after = read_entry(work, n + 1);
-      if (n == take_at) take();
-      const int k_stage = k_place.stage;
+    for (int round = 0; round < rounds; ++round) {
+      const int n = round * T::kTeams + first_of(work);
+      const int entry_after = read_entry(work, n + T::kTeams);
+      if (round == take_at) take();
       if constexpr (T::kOverlaps) {
         copy_k(n, read_rows(work, n));
         n == 0 ? copy_q(work.item, true) : copy_v(n - 1, read_rows(work, n - 1));
-      } else {
-        const Rows rows = share_entry(entry);
+        if (tells_facts(work, n)) write_facts(work, facts, n);
+      } else if (n < tiles) {
+        const Rows rows = share_position(position_of(entry));
+        const int stage = stage_of(k_place);
         copy_k(n, rows);
-        if (n == 0) copy_q(work.item, true);
+        if constexpr (T::kBiasInProduct) write_bias_operands(facts, stage);
+        if (round == 0) copy_q(work.item, true);
         copy_v(n, rows);
+        if (tells_facts(work, n)) write_facts(work, facts, n);
+      } else if (round == 0) {
+        copy_q(work.item, true);
       }
       entry = entry_after;
-      if constexpr (T::kBiasInProduct) write_bias_operands(facts, k_stage);
-      if (tells_facts(work, n)) write_facts(work, facts);
-      if (n == find_at) {
+      if (round == find_at) {
         next.index = share_next(taken);
         find_list(next);
-      } else if (n == find_at + 1) {
+      } else if (round == find_at + 1) {
         open_list(next);
       }
-      if (n + 1 < tiles && has_facts(work, n + 1)) {
-        facts = read_facts(work, bias, n + 1, position_of(entry));
+      if (n + T::kTeams < tiles && has_facts(work, n + T::kTeams)) {
+        facts = read_facts(work, bias, n + T::kTeams, position_of(entry));
       }
     }
+    if constexpr (T::kTeams > 1) told += max(tiles - work.full / T::kBlockN, 0);
     if (tiles == 0) {
       next.index = share_next(taken);
       find_list(next);
     }
-    if (tiles <= find_at + 1) open_list(next);
+    if (rounds <= find_at + 1) open_list(next);
     announce(next);
     if (T::kOverlaps && tiles > 0) copy_v(tiles - 1, read_rows(work, tiles - 1));
     read_first_facts(next);
@@ -326,46 +349,53 @@ struct GatherProducer {
     }
     return rows;
   }
-  // The same, by shuffles, from the one entry that each thread has read: `own` is chosen so that a warp's threads have
-  // read the entries that the warp needs.
-  __device__ __forceinline__ Rows share_entry(int entry) const {
+  // The same, by shuffles, from the one position that each thread has read: `own` is chosen so that a warp's threads have
+  // read those that the warp needs.
+  __device__ __forceinline__ Rows share_position(int position) const {
     Rows rows;
 #pragma unroll
-    for (int i = 0; i < T::kPasses; ++i) rows.entry[i] = __shfl_sync(0xffffffffu, entry, 4 * i + lane / T::kChunks);
+    for (int i = 0; i < T::kPasses; ++i) rows.entry[i] = __shfl_sync(0xffffffffu, position, 4 * i + lane / T::kChunks);
     return rows;
   }
 
   // Copies tile n of the list: the rows of its keys, and zeros for the further rows that are computed.
   __device__ __forceinline__ void copy_tile(const Work& work, int n, const Rows& rows, const char* from,
                                             uint32_t row_stride, typename T::Element* tiles, Barrier* full,
-                                            Barrier* empty, RingPlace<T::kStages>& place) {
+                                            Barrier* empty, StagePlace& place) {
     const int keys = work.count - n * T::kBlockN;
-    wait_until_free(empty[place.stage], place.phase ^ 1);
-    const uint32_t to = smem_u32(tiles) + place.stage * T::kTileBytes;
+    const int stage = stage_of(place);
+    wait_until_free(empty[stage], place.phase ^ 1);
+    const uint32_t to = smem_u32(tiles) + stage * T::kTileBytes;
     if (may_read_at_once(work, n)) {
-      copy_rows<true>(rows, from, row_stride, to, T::kBlockN, T::kBlockN);
+      copy_rows<true, true>(rows, from, row_stride, to, T::kBlockN, T::kBlockN);
+    } else if (!T::kOverlaps && keys >= T::kBlockN) {
+      copy_rows<false, true>(rows, from, row_stride, to, T::kBlockN, T::kBlockN);
     } else {
-      copy_rows<false>(rows, from, row_stride, to, keys, n > 0 ? T::tile_width(keys) : T::kBlockN);
+      copy_rows<false, false>(rows, from, row_stride, to, keys, n > 0 ? T::tile_width(keys) : T::kBlockN);
     }
-    say_when_copied(full[place.stage]);
+    say_when_copied(full[stage]);
     place.advance();
   }
-  // width: how many rows are computed. All addresses are worked out before the first copy, in registers of their own:
-  // an instruction that overwrites an address register waits until the copy that uses it has read it.
-  template <bool kAtOnce>
+  // width: how many rows are computed. The addresses of several rows are worked out before the first copy, in registers
+  // of their own: an instruction that overwrites an address register waits until the copy that uses it has read it. Two
+  // teams have registers for the addresses of two rows, others for those of all.
+  template <bool kAtOnce, bool kIsWhole>
   __device__ __forceinline__ void copy_rows(const Rows& rows, const char* from, uint32_t row_stride, uint32_t to,
                                             int keys, int width) {
-    const char* at[T::kPasses];
-#pragma unroll
-    for (int i = 0; i < T::kPasses; ++i) {
-      const uint32_t position = position_of(rows.entry[i]);
-      asm volatile("mad.wide.u32 %0, %1, %2, %3;" : "=l"(at[i]) : "r"(position), "r"(row_stride), "l"(from));
-    }
+    constexpr int kAddresses = T::kTeams == 1 ? T::kPasses : 2;
+    const char* at[kAddresses];
     const uint32_t own_rows = to + row_of<kAtOnce>(0) * 128;
 #pragma unroll
     for (int i = 0; i < T::kPasses; ++i) {
+      if (i % kAddresses == 0) {
+#pragma unroll
+        for (int j = 0; j < kAddresses; ++j) {
+          const uint32_t position = T::kTeams == 1 ? position_of(rows.entry[i + j]) : rows.entry[i + j];
+          asm volatile("mad.wide.u32 %0, %1, %2, %3;" : "=l"(at[j]) : "r"(position), "r"(row_stride), "l"(from));
+        }
+      }
       const int row = row_of<kAtOnce>(i);
-      if (!kAtOnce && i * T::kPassKeys >= width) break;
+      if (!kIsWhole && i * T::kPassKeys >= width) break;
       // The swizzle depends on the row's place among eight rows. It follows from that of the first row by an exclusive
       // or, except where a thread has six neighbouring rows. The swizzle is applied last: when it is applied before a
       // uniform term is added, ptxas 13.0 makes an instruction that the GPU does not know.
@@ -376,8 +406,8 @@ struct GatherProducer {
 #pragma unroll
       for (int panel = 0; panel < T::kPanels; ++panel) {
         const bool has_columns = panel * T::kPanelCols + chunk * 8 < p.head_dim;
-        copy_async(to_row + panel * T::kPanelBytes, at[i] + panel * 128, has_columns && (kAtOnce || row < keys),
-                   policy);
+        copy_async(to_row + panel * T::kPanelBytes, at[i % kAddresses] + panel * 128,
+                   has_columns && (kIsWhole || row < keys), policy);
       }
     }
   }
@@ -386,19 +416,16 @@ struct GatherProducer {
   // them, as a number that the consumers add.
   __device__ __forceinline__ void write_bias_operands(const Facts& facts, int stage) {
     using Operands = typename T::BiasOperands;
-    const bool has_key = own < T::kBlockN;
-    bool is_large = false;
-    if (has_key) {
-      const float bias = bias_of(facts);
-      is_large = !(fabsf(bias) <= p.most_bias);  // NaN is
-      const uint32_t keys = smem_u32(s.bias_operands.keys) + stage * (T::kBlockN * Operands::kRowBytes);
-      const uint2 columns = split_in_three<typename T::Element>(is_large ? 0.f : bias * p.bias_factor);
-      st_shared_v2(keys + Operands::row_offset(own), columns);
-      s.bias[stage][own] = is_large ? bias : 0.f;
-    }
+    const float bias = bias_of(facts);
+    const bool is_large = !(fabsf(bias) <= p.most_bias);  // NaN is
+    const uint32_t keys = smem_u32(s.bias_operands.keys) + stage * (T::kBlockN * Operands::kRowBytes);
+    const uint2 columns = split_in_three<typename T::Element>(is_large ? 0.f : bias * p.bias_factor);
+    st_shared_v2(keys + Operands::row_offset(own), columns);
+    s.bias[stage][own] = is_large ? bias : 0.f;
     const bool any_is_large = __any_sync(0xffffffffu, is_large);
-    if (lane == 0) {
-      reinterpret_cast<uint8_t*>(s.bias_operands.is_large + stage)[warp] = any_is_large;  // four warps, four bytes
+    if (lane == 0) {  // two bytes for each of the two warps
+      static_assert(T::kTeamWarps == 2);
+      reinterpret_cast<uint16_t*>(s.bias_operands.is_large + stage)[warp % T::kTeamWarps] = any_is_large;
     }
     __syncwarp();
     if (lane == 0) s.k_full[stage].arrive();
@@ -460,7 +487,7 @@ struct GatherProducer {
   // Starts to load the facts of `key`, this thread's key of tile n. bias: see bias_begin().
   __device__ __forceinline__ Facts read_facts(const Work& work, int64_t bias, int n, int key) const {
     Facts facts;
-    if (own >= T::kBlockN || n * T::kBlockN + own >= work.count) return facts;
+    if (!has_own() || n * T::kBlockN + own >= work.count) return facts;
     facts.key = key;
     if (work.end != nullptr && has_intervals(work, n)) {
       facts.end = __ldg(reinterpret_cast<const uint32_t*>(work.end) + key);
@@ -486,16 +513,22 @@ struct GatherProducer {
     if (p.bias.dtype == Dtype::kFloat32) return __uint_as_float(facts.bias);
     return ElementTraits<typename T::Element>::unpack(facts.narrow_bias).x;
   }
-  __device__ __forceinline__ void write_facts(const Work& work, const Facts& facts) {
+  __device__ __forceinline__ void write_facts(const Work& work, const Facts& facts, int n) {
+    if constexpr (T::kTeams > 1) {
+      // Tiles with facts are the last ones of an item, and the other team writes every other one.
+      const int number = told + n - work.full / T::kBlockN;
+      facts_place.stage = number % T::kFactStages;
+      facts_place.phase = number / T::kFactStages % 2;
+    }
     // wait_until_free(), since the consumers may be waiting for copies whose arrival this thread still has to announce.
     wait_until_free(s.facts_empty[facts_place.stage], facts_place.phase ^ 1);
-    if (own < T::kBlockN) {
+    if (has_own()) {
       const KeyInterval interval = interval_of(work, facts);
       s.intervals[facts_place.stage][own] = make_uint2(interval.begin, interval.length);
       if constexpr (T::kBias && !T::kBiasInProduct) s.bias[facts_place.stage][own] = bias_of(facts);
     }
     s.facts_full[facts_place.stage].arrive();
-    facts_place.advance();
+    if constexpr (T::kTeams == 1) facts_place.advance();
   }
 };
 

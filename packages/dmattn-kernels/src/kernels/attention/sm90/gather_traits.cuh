@@ -32,8 +32,14 @@ struct GatherTraits : FwdTraits<Element, kHeadDim, 2, kBlockN, kStages, ScoreMod
   static constexpr int kProducerRegisters = kProducerRegisters_;
   static constexpr int kConsumerRegisters = (3 * (kBlocksPerSm == 2 ? 80 : 168) - kProducerRegisters) / 16 * 8;
 
-  static constexpr int kChunks = 8;                    // pieces of 16 bytes in a row of a panel
-  static constexpr int kPassKeys = 128 / kChunks;      // rows that the producer's threads copy in one pass
+  // Where two thread blocks share an SM, what limits them is the number of instructions. The producer's warps are then
+  // two teams, which copy every other tile each: fewer warps execute those instructions of a tile that do not depend on
+  // the number of rows.
+  static constexpr int kTeams = Base::kOverlaps ? 1 : 2;
+  static constexpr int kTeamWarps = 4 / kTeams, kTeamThreads = 32 * kTeamWarps;
+  static_assert(kStages % kTeams == 0);
+  static constexpr int kChunks = 8;                         // pieces of 16 bytes in a row of a panel
+  static constexpr int kPassKeys = kTeamThreads / kChunks;  // rows that the threads of a team copy in one pass
   static constexpr int kPasses = kBlockN / kPassKeys;  // passes for a tile: rows that each thread copies a piece of
   static constexpr int kPanelBytes = kBlockN * 128;    // bytes of a panel of K or V in one stage
   static constexpr int kTileBytes = Base::kTileK * sizeof(Element);
