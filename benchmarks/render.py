@@ -432,6 +432,9 @@ def _plot_group(rows: list[Row], group: str, gpu: str, path: Path) -> None:
         figsize=(6.2 * len(phases), 0.9 + 0.24 * _slots(rows)),
         squeeze=False,
     )
+    # Both phases have the same kind of scale: otherwise their bars could not be compared.
+    times = {phase: [row["ms"] for row in rows if row["phase"] == phase] for phase in phases}
+    is_wide = any(max(found) > 60 * min(found) for found in times.values())
     for axis, phase in zip(axes[0], phases, strict=True):
         cases = list(dict.fromkeys(row["case"] for row in rows if row["phase"] == phase))
         ticks, position = [], 0.0
@@ -454,8 +457,7 @@ def _plot_group(rows: list[Row], group: str, gpu: str, path: Path) -> None:
             position += 0.8
         axis.set_yticks(ticks, cases, fontsize=8)
         axis.invert_yaxis()
-        times = [row["ms"] for row in rows if row["phase"] == phase]
-        if max(times) > 60 * min(times):
+        if is_wide:
             axis.set_xscale("log")
         axis.set_xlabel(f"ms ({axis.get_xscale()} scale), less is better", fontsize=8)
         axis.set_title(phase, fontsize=9)
