@@ -1,5 +1,6 @@
 """Documents packed one behind the other: selection by score within each, and lists of intervals."""
 
+import re
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -175,11 +176,24 @@ def test_operator_that_ends_documents() -> None:
 @pytest.mark.parametrize("wrong", [[0, 5], [0, 7], [1, 6], [0, 4, 2, 6], [6], [-3, 6]])
 def test_operators_refuse_wrong_boundaries_on_the_cpu(wrong: list[int]) -> None:
     bounds = torch.tensor(wrong, dtype=torch.int32)
-    message = r"cu_seqlens: got .*, wanted rising from 0 to 6"
+    message = r"cu_seqlens: got .*, wanted rising from 0 to 6$"
     with pytest.raises(ValueError, match=message):
         select(SCORES, None, 2, 6, True, bounds)
     with pytest.raises(ValueError, match=message):
         document_ends(bounds, 6)
+
+
+@pytest.mark.parametrize(
+    "bounds,got",
+    [
+        ([0, 2, 5], "[0, 2, 5], wanted rising from 0 to 6"),
+        ([0, 1, 2, 3, 9, 8, 10], "8 at index 5 behind 9, wanted rising"),
+        ([0, 1, 2, 3, 4, 5, 7], "[0, ..., 7], wanted rising from 0 to 6"),
+    ],
+)
+def test_wrong_boundaries_are_shown(bounds: list[int], got: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"cu_seqlens: got {got}")):
+        select_keys(SCORES[:, :, None], 2, cu_seqlens=bounds)
 
 
 @given(st.lists(st.integers(-5, 40), min_size=1, max_size=6))

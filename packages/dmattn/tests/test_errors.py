@@ -73,6 +73,16 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         "attn_mask: got dtype torch.float32, wanted torch.bool .*attn_bias",
     ),
     (
+        {"attn_mask": zeros(2, 1, 1, 6, dtype=torch.int64)},
+        TypeError,
+        r"attn_mask: got dtype torch.int64, wanted torch.bool .*pass mask.bool\(\)",
+    ),
+    (
+        {"attn_bias": zeros(2, 1, 1, 6, dtype=torch.bool)},
+        TypeError,
+        "attn_bias: got dtype torch.bool, wanted torch.float32; a boolean mask is an attn_mask",
+    ),
+    (
         {"attn_mask": zeros(2, 5, 6, dtype=torch.bool)},
         ValueError,
         r"attn_mask: got shape \(2, 5, 6\), wanted \(2\|1, 4\|2\|1, 5\|1, 6\|1\)",

@@ -114,6 +114,13 @@ def test_probabilities_beside_a_state_are_refused_as_in_the_call() -> None:
             function(q, k, v, **given, return_attn_probs=True)
 
 
+def test_probabilities_are_a_slow_path() -> None:
+    q, k, v = operands(1, rows=9)
+    words = "return_attn_probs computes the probabilities outside the kernels"
+    assert words in explain(q, k, v, return_attn_probs=True)
+    assert words not in explain(q, k, v)
+
+
 def test_long_lists() -> None:
     """Lists for documents are as long as the documents, and slow if these are long."""
     given = operands(1, rows=1024)

@@ -216,7 +216,7 @@ def some_state() -> KeyState:
             "state: got a state of 2 heads, wanted 4, as",
         ),
         ({"attn_mask": torch.ones(2, 4, 1, 7).bool()}, ValueError, "of 2 heads, wanted 4, as"),
-        ({"cu_seqlens": [0, 9, 4]}, ValueError, "boundaries that fall"),
+        ({"cu_seqlens": [0, 9, 4]}, ValueError, "boundaries that never fall"),
         ({"cu_seqlens": [0.5]}, TypeError, "cu_seqlens"),
         ({"cu_seqlens": [-(2**70), 4]}, ValueError, r"cu_seqlens: got .* of at least -2\*\*63"),
         ({"return_attn_probs": True}, ValueError, "return_attn_probs"),
@@ -426,10 +426,26 @@ def test_boundaries_as_a_list_whatever_the_default_device() -> None:
     out, state = flash_dmattn_func(**given)
     with torch.device("meta"):
         found, its_state = flash_dmattn_func(**given)
-        with pytest.raises(ValueError, match="boundaries that fall"):
+        with pytest.raises(ValueError, match="boundaries that never fall"):
             flash_dmattn_func(**given | {"cu_seqlens": [0, 9, 4]})
     assert found.equal(out) and its_state.position.equal(state.position)
     scores = given["attn_bias"]
     chosen = select_keys(scores, 4, cu_seqlens=[0, 9, 20])
     with torch.device("meta"):
         assert select_keys(scores, 4, cu_seqlens=[0, 9, 20]).end.equal(chosen.end)
+
+
+def test_the_states_of_vmap_are_shown() -> None:
+    k, bias = torch.randn(3, 1, 6, 2, 8), torch.randn(3, 1, 2, 1, 6)
+    many = torch.func.vmap(lambda k, bias: KeyState.of(k, k, bias, 3))(k, bias)
+    assert "(3, 1, 3, 2, 8)" in repr(many)
+
+
+def test_a_fall_of_boundaries_is_shown() -> None:
+    q, bias = torch.randn(1, 6, 2, 8), torch.randn(1, 2, 1, 6)
+    with pytest.raises(ValueError, match="cu_seqlens: got 2 at index 2 behind 5, wanted"):
+        flash_dmattn_func(
+            *(q, q, q), attn_bias=bias, is_causal=True, window_size=3, cu_seqlens=[0, 5, 2, 6]
+        )
+    with pytest.raises(ValueError, match=r"window_size: got None.*selection=dmattn.packed_docum"):
+        flash_dmattn_func(q, q, q, is_causal=True, cu_seqlens=[0, 2, 6])

@@ -255,6 +255,13 @@ def test_traces_that_would_keep_a_length_are_refused() -> None:
     for function, given in (*calls, (documents, (score,)), (intervals, (end,))):
         with pytest.raises(RuntimeError, match=r"torch.jit.trace: got a s.*wanted torch.export"):
             torch.jit.trace(function, given)
+    made = dmattn.sliding_window(9, 4)
+
+    def with_selection(query: Tensor) -> Tensor:
+        return flash_dmattn_func(query, query, query, is_causal=True, selection=made)
+
+    with pytest.raises(RuntimeError, match=r"torch.jit.trace: got a selection of keys"):
+        torch.jit.trace(with_selection, (k,))
     traced = torch.jit.trace(whole, (q, k, score))
     longer = [torch.cat((t, t), 3 if t is score else 1) for t in (q, k, score)]
     torch.testing.assert_close(traced(*longer), whole(*longer))

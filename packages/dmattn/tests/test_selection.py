@@ -501,3 +501,13 @@ def test_selections_that_do_not_fit_the_attention() -> None:
         attend(selection=select_keys(bias[..., :10], 4, query_len=9))
     with pytest.raises(ValueError, match="selection: got batch 2 and 3 heads"):
         attend(selection=select_keys(torch.zeros(2, 3, 11), 4, query_len=9))
+
+
+def test_the_result_of_vmap_is_shown_and_refused() -> None:
+    """vmap adds a dimension to each tensor of a selection, which no call takes."""
+    scores = torch.randn(4, 2, 2, 1, 6)
+    many = torch.func.vmap(lambda s: select_keys(s, 3))(scores)
+    assert "(4, 2, 2, 6)" in repr(many)
+    q = torch.randn(2, 6, 2, 8)
+    with pytest.raises(ValueError, match=r"selection: got end of shape \(4, 2, 2, 6\), wanted"):
+        flash_dmattn_func(q, q, q, is_causal=True, selection=many)

@@ -3,6 +3,7 @@
 That one graph serves all lengths is tested on every device, in tests/attention/test_one_graph.py.
 """
 
+import io
 from typing import Any
 
 import pytest
@@ -144,3 +145,30 @@ def test_a_selection_is_an_input_of_exported_programs() -> None:
     for n in (300, 200, 513):
         given = inputs(n)
         torch.testing.assert_close(program(*given), Attention()(*given))
+
+
+def test_a_saved_program_takes_selections() -> None:
+    """What is no tensor in a selection is the same after it has been saved as JSON."""
+
+    class Attention(nn.Module):
+        def forward(self, q: Tensor, selection: KeySelection) -> Tensor:
+            return flash_dmattn_func(q, q, q, is_causal=True, selection=selection)
+
+    q = torch.randn(1, 6, 2, 8)
+    for selection in (sliding_window(6, 3), select_keys(q[:, :, :, 0].mT, 2)):
+        saved = io.BytesIO()
+        torch.export.save(torch.export.export(Attention(), (q, selection)), saved)
+        saved.seek(0)
+        found = torch.export.load(saved).module()(q, selection)
+        torch.testing.assert_close(found, Attention()(q, selection))
+
+
+@pytest.mark.parametrize("options", [{}, {"window_size": 3}, {"max_seqlen": 4}])
+def test_documents_given_as_a_list_are_compiled(options: dict[str, int]) -> None:
+    def attention(q: Tensor) -> Tensor:
+        documents = packed_documents([0, 2, 6], **options)
+        return flash_dmattn_func(q, q, q, is_causal=True, selection=documents)
+
+    q = torch.randn(1, 6, 2, 8)
+    compiled = torch.compile(attention, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q), attention(q))

@@ -225,6 +225,16 @@ def test_errors() -> None:
             r"attn_mask: got shape \(8, 2, 6\), wanted \(total_k, heads\)",
         ),
         ({"window_size": 0}, ValueError, "window_size"),
+        (
+            {"window_size": (-1, -1)},
+            TypeError,
+            "for a sliding window pass the same score for every",
+        ),
+        (
+            {"attn_bias": None, "window_size": 1},
+            ValueError,
+            "for a sliding window pass the same sc",
+        ),
         ({"backend": "cuda"}, ValueError, "query: got device cpu, wanted cuda for backend 'cuda'"),
         ({"softcap": math.inf}, ValueError, "softcap: got inf"),
         ({"softcap": -30.0}, ValueError, "softcap: got -30.0, wanted a finite number of at least"),

@@ -78,12 +78,24 @@ def checked_problem(
     return problem
 
 
-def check_window_size(window_size: Any, may_be_left_out: bool = True) -> int:
+def _for_sliding_window(is_packed: bool) -> str:
+    """What to do instead, in the words of an error message."""
+    if is_packed:
+        other = "the same score for every key as attn_bias, with is_causal=True"
+    else:
+        other = "selection=dmattn.sliding_window(key_len, window_size)"
+    return f"for a sliding window pass {other}"
+
+
+def check_window_size(
+    window_size: Any, may_be_left_out: bool = True, is_packed: bool = False
+) -> int:
     """window_size as an int of at least 1.
 
     Args:
         window_size: what the caller gave, not None.
         may_be_left_out: whether None is allowed as well, for the error message.
+        is_packed: whether the call has packed sequences, for the error message.
 
     Raises:
         TypeError: it is no integer, such as the pair of numbers that flash_attn takes.
@@ -91,15 +103,14 @@ def check_window_size(window_size: Any, may_be_left_out: bool = True) -> int:
     """
     wanted = "an int of at least 1, the keys that each row keeps by score"
     if may_be_left_out:
-        wanted += (
-            ", or None; for a sliding window pass "
-            "selection=dmattn.sliding_window(key_len, window_size)"
-        )
+        wanted += f", or None; {_for_sliding_window(is_packed)}"
     return check_int("window_size", window_size, 1, wanted)
 
 
-def check_scores(attn_bias: Any) -> Tensor:
+def check_scores(attn_bias: Any, is_packed: bool = False) -> Tensor:
     """attn_bias, if it is a dense tensor, as window_size needs it.
+
+    `is_packed`: whether the call has packed sequences, for the error message.
 
     Raises:
         TypeError: it is neither a tensor nor None.
@@ -108,8 +119,8 @@ def check_scores(attn_bias: Any) -> Tensor:
     scores = check_optional_tensor("attn_bias", attn_bias)
     if scores is None:
         raise ValueError(
-            "attn_bias: got None, wanted one score per key, by which window_size chooses; for a "
-            "sliding window pass selection=dmattn.sliding_window(key_len, window_size)"
+            "attn_bias: got None, wanted one score per key, by which window_size chooses; "
+            + _for_sliding_window(is_packed)
         )
     return scores
 

@@ -177,13 +177,16 @@ def _check_dtypes(problem: Problem) -> None:
         name, t = ("key", k) if k.dtype != dtype else ("value", v)
         raise TypeError(f"{name}: got dtype {t.dtype}, wanted {dtype} as query")
     if mask is not None and mask.dtype != torch.bool:
+        other = (
+            "an additive mask is an attn_bias" if mask.is_floating_point() else "pass mask.bool()"
+        )
         raise TypeError(
-            f"attn_mask: got dtype {mask.dtype}, wanted torch.bool (True = attend); "
-            "an additive mask is an attn_bias"
+            f"attn_mask: got dtype {mask.dtype}, wanted torch.bool (True = attend); {other}"
         )
     if bias is not None and bias.dtype != dtype and bias.dtype != torch.float32:
         wanted = one_of(tuple(dict.fromkeys((dtype, torch.float32))))
-        raise TypeError(f"attn_bias: got dtype {bias.dtype}, wanted {wanted}")
+        other = "; a boolean mask is an attn_mask" if bias.dtype == torch.bool else ""
+        raise TypeError(f"attn_bias: got dtype {bias.dtype}, wanted {wanted}{other}")
 
 
 def _check_devices(problem: Problem) -> None:

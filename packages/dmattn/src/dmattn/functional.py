@@ -382,6 +382,11 @@ def _known_problem(
     return problem, stretch
 
 
+_PROBS_ARE_SLOW = (
+    "return_attn_probs computes the probabilities outside the kernels, (B, H, Sq, Sk) in memory"
+)
+
+
 def explain(*arguments: Any, **options: Any) -> str:
     """Which backend `flash_dmattn_func` would use, why not the others, and what makes it slow.
 
@@ -400,9 +405,10 @@ def explain(*arguments: Any, **options: Any) -> str:
     named = dict(given.arguments)
     wanted = named.pop("backend")
     check_bool("return_lse", named.pop("return_lse"))
-    _check_probs(check_bool("return_attn_probs", named.pop("return_attn_probs")), named["state"])
+    has_probs = check_bool("return_attn_probs", named.pop("return_attn_probs"))
+    _check_probs(has_probs, named["state"])
     (problem, slow), _ = _checked_call(**named)
-    notes = (*slow, *slow_paths(problem))
+    notes = (*slow, *slow_paths(problem), *([_PROBS_ARE_SLOW] if has_probs else []))
     return registry.explain(with_one_head_dim(problem), wanted, notes, named["out"])
 
 
@@ -465,8 +471,13 @@ def _checked_call(
     is_stretch = check_bool("return_state", return_state)
     is_stretch |= state is not None or cu_seqlens is not None
     if is_stretch and window_size is None:
+        documents = (
+            "; for packed documents without a window pass "
+            "selection=dmattn.packed_documents(cu_seqlens)"
+        )
         raise ValueError(
             "window_size: got None, wanted an int with state, return_state or cu_seqlens"
+            + (documents if cu_seqlens is not None else "")
         )
     window = None
     if window_size is not None:

@@ -18,7 +18,7 @@ from dmattn.ops.selection import prepared_select
 from dmattn.problem import Problem
 from dmattn.selection import KeySelection, key_only_mask, may_differ_by_row, same_heads
 from dmattn.utils.mask import top_window_mask
-from dmattn.validation import check_tensor, in_functorch
+from dmattn.validation import check_tensor, in_functorch, refuse_jit_trace
 
 _DENSE = (
     "so a mask of size seqlen_q * seqlen_k says which keys are kept, and time and memory grow "
@@ -96,12 +96,22 @@ def _scores(bias: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
 
 
 def check_selection(selection: Any) -> None:
-    """Raise TypeError unless it is a KeySelection of tensors."""
+    """Raise unless it is a KeySelection of tensors, and of one batch.
+
+    Raises:
+        TypeError: it is anything else.
+        ValueError: it has further dimensions, as the result of torch.vmap has.
+        RuntimeError: torch.jit.trace records the call.
+    """
+    refuse_jit_trace("a selection of keys")
     if not isinstance(selection, KeySelection):
         kind = type(selection).__name__
         raise TypeError(f"selection: got {kind}, wanted a dmattn.KeySelection or None")
     for name, t in zip(Selection._fields, selection.lists, strict=True):
         check_tensor(f"selection.{name}", t)
+    if selection.end.dim() != 3:
+        shape = tuple(selection.end.shape)
+        raise ValueError(f"selection: got end of shape {shape}, wanted (batch|1, heads|1, Sk)")
 
 
 def keep_selection(problem: Problem, selection: KeySelection) -> Kept:

@@ -216,11 +216,18 @@ def check_boundaries(bounds: Sequence[int], seqlen_k: int | None) -> None:
     """
     if len(bounds) == 0:
         raise ValueError("cu_seqlens: got no boundary, wanted (documents + 1,)")
-    rising = all(a <= b for a, b in pairwise(bounds))
     last = bounds[-1]
     fits = last < 2**31 if seqlen_k is None else last == seqlen_k
-    if bounds[0] != 0 or not rising or not fits:
+    falls = first_fall(bounds)
+    if bounds[0] != 0 or falls is not None or not fits:
         wanted = "the number of keys, less than 2**31" if seqlen_k is None else seqlen_k
-        raise ValueError(
-            f"cu_seqlens: got {list(bounds[:3])}..{last}, wanted rising from 0 to {wanted}"
-        )
+        got = falls or (list(bounds) if len(bounds) <= 6 else f"[{bounds[0]}, ..., {last}]")
+        raise ValueError(f"cu_seqlens: got {got}, wanted rising from 0 to {wanted}")
+
+
+def first_fall(bounds: Sequence[int]) -> str | None:
+    """Where boundaries of packed documents fall first, in words; None if they never do."""
+    for i, (a, b) in enumerate(pairwise(bounds)):
+        if b < a:
+            return f"{b} at index {i + 1} behind {a}"
+    return None

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from dmattn.arguments import check_window_size
 from dmattn.checks import DTYPES, check_head_dim
 from dmattn.dispatch import is_plain_call, nobody_intercepts, select, way_without_graph
-from dmattn.key_lists import capacity_for, rows_at
+from dmattn.key_lists import capacity_for, first_fall, rows_at
 from dmattn.ops.keys import join_keys, keep_keys
 from dmattn.ops.selection import build_key_lists, select_keys
 from dmattn.ops.sharding import refuse_dtensors
@@ -33,6 +33,7 @@ from dmattn.validation import (
     check_tensor_dtype,
     describe,
     is_one_or,
+    read_integers,
 )
 
 # How many tensors `counting` keeps before it drops all of them.
@@ -171,7 +172,8 @@ class KeyState:
 
     def __repr__(self) -> str:
         tensors, _ = _flatten(self)
-        if not all(isinstance(t, Tensor) for t in tensors):  # a tree_map may put other values here
+        # A tree_map may have put other values here, and torch.vmap adds a dimension.
+        if not all(isinstance(t, Tensor) for t in tensors) or self.k.dim() != 4:
             return f"KeyState({', '.join(map(describe, tensors))})"
         batch, window_size, heads, head_dim = self.k.shape
         return (
@@ -466,7 +468,8 @@ def check_starts(cu_seqlens: Any, device: torch.device) -> Tensor:
         bounds = torch.tensor(listed_boundaries(cu_seqlens), dtype=torch.int64, device="cpu")
     check_boundary_tensor(bounds)
     if can_be_read(bounds) and bool((bounds[1:] < bounds[:-1]).any()):
-        raise ValueError("cu_seqlens: got boundaries that fall, wanted ones that never do")
+        falls = first_fall(read_integers(bounds))
+        raise ValueError(f"cu_seqlens: got {falls}, wanted boundaries that never fall")
     return bounds.to(device, torch.int64, non_blocking=True)
 
 

@@ -65,7 +65,8 @@ class KeySelection:
         idx: int32 ({B|1}, {H|HK|1}, blocks, capacity): the list of each block of 128 rows (one
             block in all when not causal): the keys that any row of the block keeps. First those
             that all rows of the block keep, then the others, both in ascending order.
-        count: int32 ({B|1}, {H|HK|1}, blocks): the number of keys in each list.
+        count: int32 ({B|1}, {H|HK|1}, blocks): the number of keys in each list. Under torch.compile
+            and in vmap there may be further lists behind those of the blocks, which are empty.
         full: int32, shape of count: how many leading keys of each list all rows of the block keep;
             of shape (0,) when not causal.
         window_size: the largest number of keys that a row keeps, if a window was given, else None.
@@ -150,7 +151,8 @@ class KeySelection:
         return self.to(device)
 
     def __repr__(self) -> str:
-        if not all(isinstance(t, Tensor) for t in self.lists):  # a tree_map may put others here
+        # A tree_map may have put other values here, and torch.vmap adds a dimension.
+        if not all(isinstance(t, Tensor) for t in self.lists) or self.end.dim() != 3:
             return f"KeySelection({', '.join(map(describe, self.lists))})"
         batch, heads, key_len = self.end.shape
         return (
@@ -226,7 +228,7 @@ def _flatten_as(selection: KeySelection, spec: pytree.TreeSpec) -> list[Any]:
     support does not compare by itself.
     """
     tensors, facts = _flatten(selection)
-    if facts != tuple(spec.context):  # spec.context is a list once it has been saved
+    if facts != tuple(spec.context):
         raise ValueError(
             f"selection: got ({', '.join(_FACTS)}) {facts}, wanted {tuple(spec.context)} as when "
             "the program was exported"
@@ -239,6 +241,9 @@ pytree.register_pytree_node(
     _flatten,
     _unflatten,
     serialized_type_name="dmattn.KeySelection",
+    # A program that torch.export saves has them in JSON, which has no tuples.
+    to_dumpable_context=list,
+    from_dumpable_context=tuple,
     flatten_with_keys_fn=_flatten_with_keys,
 )
 register_pytree_flatten_spec(KeySelection, _flatten_as)
@@ -613,7 +618,7 @@ def _documents(
                 )
             return to_int32(cu_seqlens, key_len).to(device), key_len, None
     bounds = read_boundaries(cu_seqlens, key_len)
-    longest = max((b - a for a, b in pairwise(bounds)), default=0)
+    longest = max([0, *(b - a for a, b in pairwise(bounds))])
     return torch.tensor(bounds, dtype=torch.int32, device=device), bounds[-1], longest
 
 

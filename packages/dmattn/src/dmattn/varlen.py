@@ -291,8 +291,8 @@ def _checked(
     packing = Packing(cu_seqlens_q, cu_seqlens_k, *longest)
     window = None
     if window_size is not None:
-        window = check_window_size(window_size)
-        check_scores(attn_bias)
+        window = check_window_size(window_size, is_packed=True)
+        check_scores(attn_bias, is_packed=True)
     problem = checked_problem(query, key, value, attn_mask, attn_bias, packing, **settings)
     _check_boundaries(problem)
     if out is not None:  # checked first, as choosing keys takes time
