@@ -333,7 +333,7 @@ def enqueue_join_keys(*arguments: Any) -> int:
 def enqueue_keep_keys(*arguments: Any) -> int:
     """As `enqueue_fwd`, with the arguments of `KeepKeysParams`."""
 
-def kind_of(*arguments: Any) -> bytes | None:
+def kind_of(types: tuple[type, ...], *tensors: Any) -> bytes | None:
     """The kind of some tensors, as bytes.
 
     Takes a tuple of types, and then up to 8 tensors, each of which may be None. Two lists of
