@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from dmattn.arguments import without_autocast
 from dmattn.backends.cpu import cache as cpu
 from dmattn.backends.cuda import cache as cuda
+from dmattn.backends.cuda.kernels import serves
 from dmattn.cache_blocks import Block
 from dmattn.cache_calls import append_tokens
 from dmattn.cache_checks import (
@@ -583,7 +584,7 @@ class DynamicMaskCache:
             if query.shape[1] > 1:
                 query, k, v, score = outside_of(cache, query, *new[:3])
                 new = CacheTokens(k, v, score, new.active)
-            append = cuda.append_to_cache if query.is_cuda else cpu.append_to_cache
+            append = cuda.append_to_cache if serves(query) else cpu.append_to_cache
             out = append(new, cache, True, query, scale, softcap)
         else:
             operands = (query, *new, *self._tensors())
