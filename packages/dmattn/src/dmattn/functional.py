@@ -402,7 +402,7 @@ def explain(*arguments: Any, **options: Any) -> str:
     check_bool("return_lse", named.pop("return_lse"))
     _check_probs(check_bool("return_attn_probs", named.pop("return_attn_probs")), named["state"])
     (problem, slow), _ = _checked_call(**named)
-    notes = (*slow, *slow_paths(problem))
+    notes = (*slow, *slow_paths(problem, named["window_size"]))
     return registry.explain(with_one_head_dim(problem), wanted, notes, named["out"])
 
 
