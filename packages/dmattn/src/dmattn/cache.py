@@ -69,8 +69,10 @@ class DynamicMaskCache:
     gives the same as over the full context. Without `evict` it holds all keys, up to `capacity`,
     and each step selects the `window_size` best of them anew. Of equal scores the later key is
     kept; keys with a score of NaN or -inf are not attended to. All state is on the device and
-    changes in place, so a CUDA graph can capture a step. Inference only: there are no gradients.
-    Calls inside and outside of torch.inference_mode may alternate. Every layer needs its own cache.
+    changes in place, so a CUDA graph can capture a step. (Not on GPUs that the compiled kernels do
+    not serve: there the host waits in each step of a cache with `evict`.) Inference only: there are
+    no gradients. Calls inside and outside of torch.inference_mode may alternate. Every layer needs
+    its own cache.
 
     The entries of the batch are slots, each with a sequence of its own. Methods that take `slots`,
     int32 or int64 (n,) on the device of the cache, work on these slots and leave the others
