@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from dmattn.arguments import without_autocast
 from dmattn.backends.cpu import cache as cpu
 from dmattn.backends.cuda import cache as cuda
+from dmattn.backends.cuda.kernels import serves
 from dmattn.cache_blocks import Block
 from dmattn.cache_calls import append_tokens
 from dmattn.cache_checks import (
@@ -68,8 +69,10 @@ class DynamicMaskCache:
     gives the same as over the full context. Without `evict` it holds all keys, up to `capacity`,
     and each step selects the `window_size` best of them anew. Of equal scores the later key is
     kept; keys with a score of NaN or -inf are not attended to. All state is on the device and
-    changes in place, so a CUDA graph can capture a step. Inference only: there are no gradients.
-    Calls inside and outside of torch.inference_mode may alternate. Every layer needs its own cache.
+    changes in place, so a CUDA graph can capture a step. (Not on GPUs that the compiled kernels do
+    not serve: there the host waits in each step of a cache with `evict`.) Inference only: there are
+    no gradients. Calls inside and outside of torch.inference_mode may alternate. Every layer needs
+    its own cache.
 
     The entries of the batch are slots, each with a sequence of its own. Methods that take `slots`,
     int32 or int64 (n,) on the device of the cache, work on these slots and leave the others
@@ -583,7 +586,7 @@ class DynamicMaskCache:
             if query.shape[1] > 1:
                 query, k, v, score = outside_of(cache, query, *new[:3])
                 new = CacheTokens(k, v, score, new.active)
-            append = cuda.append_to_cache if query.is_cuda else cpu.append_to_cache
+            append = cuda.append_to_cache if serves(query) else cpu.append_to_cache
             out = append(new, cache, True, query, scale, softcap)
         else:
             operands = (query, *new, *self._tensors())

@@ -6,6 +6,7 @@ from torch import Tensor
 import dmattn.ops.cache  # noqa: F401 - registers the operators
 from dmattn.backends.cpu import cache as cpu
 from dmattn.backends.cuda import cache as cuda
+from dmattn.backends.cuda.kernels import serves
 from dmattn.cache_state import CacheTensors, CacheTokens, outside_of
 from dmattn.dispatch import is_plain_call
 
@@ -16,7 +17,7 @@ def append_tokens(new: CacheTokens, cache: CacheTensors, evict: bool) -> None:
         if new.k.shape[1] > 1:
             k, v, score = outside_of(cache, *new[:3])
             new = CacheTokens(k, v, score, new.active)
-        append = cuda.append_to_cache if new.k.is_cuda else cpu.append_to_cache
+        append = cuda.append_to_cache if serves(new.k) else cpu.append_to_cache
         append(new, cache, evict)
     else:
         torch.ops.dmattn.cache_append(*new, *cache, evict)
@@ -30,7 +31,7 @@ def draft_tokens(
     Returns out, shaped as q, and the draft, a tensor that `commit_draft` takes.
     """
     if is_plain_call(q, new.k, new.v, new.score):
-        draft = cuda.draft_tokens if q.is_cuda else cpu.draft_tokens
+        draft = cuda.draft_tokens if serves(q) else cpu.draft_tokens
         return draft(q, new, cache, softmax_scale, softcap)
     found: tuple[Tensor, Tensor] = torch.ops.dmattn.cache_draft(
         q, *new[:3], *cache, softmax_scale, softcap
@@ -41,7 +42,7 @@ def draft_tokens(
 def commit_draft(draft: Tensor, count: Tensor, cache: CacheTensors) -> None:
     """dmattn::cache_commit: put the first count (B,) tokens of a draft into all slots."""
     if is_plain_call(draft, count):
-        commit = cuda.commit_draft if draft.is_cuda else cpu.commit_draft
+        commit = cuda.commit_draft if serves(draft) else cpu.commit_draft
         commit(draft, count, cache)
     else:
         torch.ops.dmattn.cache_commit(draft, count, *cache)

@@ -408,7 +408,8 @@ def explain(*arguments: Any, **options: Any) -> str:
     has_probs = check_bool("return_attn_probs", named.pop("return_attn_probs"))
     _check_probs(has_probs, named["state"])
     (problem, slow), _ = _checked_call(**named)
-    notes = (*slow, *slow_paths(problem), *([_PROBS_ARE_SLOW] if has_probs else []))
+    slow = (*slow, *slow_paths(problem, named["window_size"]))
+    notes = (*slow, _PROBS_ARE_SLOW) if has_probs else slow
     return registry.explain(with_one_head_dim(problem), wanted, notes, named["out"])
 
 

@@ -263,7 +263,8 @@ def select_keys(
     Causal: the row at position r keeps the `window_size` highest-scored keys among 0..r. A key that
     has left never returns. Not causal: all rows keep the `window_size` best of all keys. Of equal
     scores the later key is kept; masked keys, and those with a score of NaN or -inf, never are. On
-    CUDA the host does not wait.
+    a GPU that the compiled kernels serve the host does not wait. On other GPUs it makes the causal
+    choice itself, which is a slow path.
 
     Args:
         attn_bias: floating ({B|1}, {H|HK|1}, 1, Sk) or ({B|1}, {H|HK|1}, Sk), on CUDA not float64:
@@ -278,7 +279,8 @@ def select_keys(
             Keys are chosen within each document, and no row sees keys of another document. Needs
             is_causal, and query_len = Sk. The values are checked, except those of a tensor on the
             CUDA device of attn_bias, for which the host would have to wait, and under
-            torch.compile: there wrong boundaries may give a wrong selection.
+            torch.compile: there wrong boundaries may give a wrong selection (or a ValueError, on a
+            GPU that the compiled kernels do not serve).
         query_len: Sq; Sk when None. With is_causal the last row is at the last key. If Sq > Sk, the
             rows in front of the first key keep nothing.
 
@@ -628,8 +630,8 @@ def _document_bounds(
     """cu_seqlens as int32 (documents + 1,) on `device`.
 
     The host checks the values, unless it would have to wait for them or torch compiles. Values that
-    it has not checked are checked by the operator on the CPU; the CUDA kernels access nothing
-    outside the tensors, whatever the values.
+    it has not checked are checked by the operator, if it runs without the compiled kernels; these
+    access nothing outside the tensors, whatever the values.
     """
     if isinstance(cu_seqlens, Tensor):
         stays = cu_seqlens.is_cuda and cu_seqlens.device == device

@@ -1,6 +1,7 @@
 """Notes for the user on what makes a problem slow, whichever backend computes it."""
 
 from dmattn.key_lists import BLOCK_ROWS
+from dmattn.ops.selection import chooses_on_host
 from dmattn.problem import Problem
 
 # Lists with room for more than this fraction of the keys get a note: gathering no longer pays.
@@ -10,9 +11,23 @@ _LONG_LIST = 0.5
 _FEW_KEYS = 1024
 
 
-def slow_paths(problem: Problem) -> list[str]:
-    """The notes on a checked problem with its keys chosen, for `explain`."""
-    return [*_head_dims(problem), *_sinks(problem), *_long_lists(problem)]
+def slow_paths(problem: Problem, window_size: int | None) -> list[str]:
+    """The notes on a checked problem with its keys chosen, for `explain`.
+
+    `window_size`: the argument by which they were chosen, or None.
+    """
+    notes = [*_head_dims(problem), *_sinks(problem), *_long_lists(problem)]
+    return notes if window_size is None else [*_choices_on_host(problem), *notes]
+
+
+def _choices_on_host(problem: Problem) -> list[str]:
+    """A note if running top-w was computed on the host, for a GPU without compiled kernels."""
+    if problem.key_lists is None or not problem.is_causal or not chooses_on_host(problem.k):
+        return []
+    return [
+        f"window_size: no compiled kernels serve {problem.k.device}, so the host waits for the "
+        "scores and chooses the keys itself, one key after the other"
+    ]
 
 
 def _head_dims(problem: Problem) -> list[str]:

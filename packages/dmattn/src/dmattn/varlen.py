@@ -245,7 +245,7 @@ def explain_varlen(*arguments: Any, **options: Any) -> str:
     check_bool("return_lse", named.pop("return_lse"))
     problem, moved = _checked(**named)
     window, packing = named["window_size"], problem.packing
-    notes = slow_paths(problem)
+    notes = slow_paths(problem, window)
     if packing is not None:
         problem = _over_lists(problem, packing, wanted)
         if problem.packing is None:

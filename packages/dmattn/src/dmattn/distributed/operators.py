@@ -583,12 +583,8 @@ def _no_double_backward(ctx: Any, *_: Any) -> None:
     raise RuntimeError("context parallel attention has first derivatives only")
 
 
-register(Operator("dmattn::join_start_state", _JOIN, _join, _join, _empty_joined))
-register(
-    Operator(
-        "dmattn::join_start_state_backward", _BACKWARD, _join_backward, _join_backward, _empty_own
-    )
-)
+register(Operator("dmattn::join_start_state", _JOIN, _join, _empty_joined))
+register(Operator("dmattn::join_start_state_backward", _BACKWARD, _join_backward, _empty_own))
 torch.library.register_autograd(
     "dmattn::join_start_state", _gradients, setup_context=_setup_context
 )

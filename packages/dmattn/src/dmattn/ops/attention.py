@@ -190,17 +190,8 @@ def no_double_backward(ctx: Any, *grads: Tensor | None) -> None:
     )
 
 
-# All devices get the same function, since the registry of backends looks at the device. The
-# operators need exact strides, which decide what a backend reads in place.
-register(
-    Operator("dmattn::fwd", _FWD_SCHEMA, _forward, _forward, _fake_forward, True, batching.forward)
-)
-register(
-    Operator(
-        "dmattn::bwd", _BWD_SCHEMA, _backward, _backward, _fake_backward, True, batching.backward
-    )
-)
-torch.library.impl("dmattn::fwd", "xpu", _forward)
-torch.library.impl("dmattn::bwd", "xpu", _backward)
+# The operators need exact strides, which decide what a backend reads in place.
+register(Operator("dmattn::fwd", _FWD_SCHEMA, _forward, _fake_forward, True, batching.forward))
+register(Operator("dmattn::bwd", _BWD_SCHEMA, _backward, _fake_backward, True, batching.backward))
 torch.library.register_autograd("dmattn::fwd", _gradients, setup_context=setup_context)
 torch.library.register_autograd("dmattn::bwd", no_double_backward)

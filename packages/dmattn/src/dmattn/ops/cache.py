@@ -10,7 +10,6 @@ Letters: B batch, T new tokens, H query heads, HK key/value heads, D head dimens
 without a key has score -inf and position -1.
 """
 
-from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -19,8 +18,9 @@ from torch import Tensor
 
 from dmattn.backends.cpu import cache as cpu
 from dmattn.backends.cuda import cache as cuda
+from dmattn.backends.cuda.kernels import serves
 from dmattn.cache_state import CacheTensors, CacheTokens
-from dmattn.ops.register import Operator, register
+from dmattn.ops.register import Operator, by_device, register
 
 _STATE = "Tensor(a!) k, Tensor(b!) v, Tensor(c!) score, Tensor(d!) position, Tensor(e!) seen"
 _TOKENS = "Tensor k_new, Tensor v_new, Tensor score_new, Tensor? active"
@@ -167,9 +167,19 @@ def _draft(device: ModuleType, *given: Any, **named: Any) -> tuple[Tensor, Tenso
 def _draft_fake(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
     call = DraftCall(*given, **named)
     batch, tokens, nheads_k = call.k_new.shape[:3]
-    dtype = torch.float64 if call.q.device.type == "cpu" else torch.int32
+    dtype = torch.int32 if _drafts_by_kernels(call.q) else torch.float64
     draft = call.q.new_empty((batch, nheads_k, tokens, 4), dtype=dtype)
     return call.q.new_empty(call.q.shape), draft
+
+
+def _drafts_by_kernels(q: Tensor) -> bool:
+    """Whether dmattn::cache_draft runs by the compiled kernels for q, which may be a fake tensor.
+
+    A fake of a GPU that this machine does not have counts as one that the kernels serve.
+    """
+    if q.is_cuda and torch.cuda.is_available():
+        return serves(q)
+    return not q.is_cpu
 
 
 def _commit(device: ModuleType, *given: Any, **named: Any) -> None:
@@ -188,4 +198,4 @@ for _name, _schema, _function, _fake in (
     ("dmattn::cache_draft", _DRAFT_SCHEMA, _draft, _draft_fake),
     ("dmattn::cache_commit", _COMMIT_SCHEMA, _commit, _commit_fake),
 ):
-    register(Operator(_name, _schema, partial(_function, cpu), partial(_function, cuda), _fake))
+    register(Operator(_name, _schema, by_device(_function, cpu, cuda), _fake))

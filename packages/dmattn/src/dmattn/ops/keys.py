@@ -9,7 +9,6 @@ values. A tensor may have a number n of heads that divides N: each head then sta
 neighbouring heads.
 """
 
-from functools import partial
 from types import ModuleType
 
 import torch
@@ -17,8 +16,9 @@ from torch import Tensor
 
 from dmattn.backends.cpu import keys as cpu
 from dmattn.backends.cuda import keys as cuda
+from dmattn.backends.cuda.kernels import serves
 from dmattn.key_lists import KeptKeys, larger
-from dmattn.ops.register import Operator, register
+from dmattn.ops.register import Operator, by_device, register
 
 _JOIN = (
     "(Tensor k_first, Tensor v_first, Tensor score_first, Tensor k_new, Tensor v_new, "
@@ -71,7 +71,7 @@ def join_keys(
         ValueError: front is less than F, or the CUDA library finds a shape that does not fit.
     """
     if direct:
-        device = cuda if new[0].is_cuda else cpu
+        device = cuda if serves(new[0]) else cpu
         return _join(device, *first, *new, mask, front, place_first, into)
     found: Rows = torch.ops.dmattn.join_keys(*first, *new, mask, front, place_first)
     return found
@@ -178,7 +178,7 @@ def keep_keys(
     """
     k, v, score = keys
     if direct:
-        device = cuda if k.is_cuda else cpu
+        device = cuda if serves(k) else cpu
         arguments = (row, end, place, k, v, score, position, seen, window, into, beside_attention)
         return _keep(device, *arguments)
     return KeptKeys(
@@ -250,9 +250,5 @@ def _keep(
     return kept
 
 
-register(
-    Operator("dmattn::join_keys", _JOIN, partial(_join, cpu), partial(_join, cuda), _empty_joined)
-)
-register(
-    Operator("dmattn::keep_keys", _KEEP, partial(_keep, cpu), partial(_keep, cuda), _empty_kept)
-)
+register(Operator("dmattn::join_keys", _JOIN, by_device(_join, cpu, cuda), _empty_joined))
+register(Operator("dmattn::keep_keys", _KEEP, by_device(_keep, cpu, cuda), _empty_kept))

@@ -8,13 +8,13 @@ dmattn::document_ends     make the intervals of packed documents
 import math
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from dmattn.backends.cpu import selection as cpu
 from dmattn.backends.cuda import selection as cuda
+from dmattn.backends.cuda.kernels import serves
 from dmattn.key_lists import (
     BLOCK_ROWS,
     KeyLists,
@@ -67,8 +67,9 @@ def select_keys(
         is_causal: True: each row keeps the best of the keys up to its position. False: all rows
             keep the best of all keys.
         cu_seqlens: int32 (documents + 1,), rising from 0 to Sk: boundaries of packed documents.
-            Keys are chosen, and seen, within their document only. Needs is_causal and Sq = Sk. On
-            CUDA the values are not checked; wrong ones give another selection, not an invalid one.
+            Keys are chosen, and seen, within their document only. Needs is_causal and Sq = Sk. The
+            compiled kernels do not check the values; wrong ones give another selection, not an
+            invalid one.
         direct: call the implementation instead of the operator, where torch's dispatcher would do
             nothing else.
         cleared: whether the unused entries of a list have to be zeros. Attention does not read
@@ -77,14 +78,15 @@ def select_keys(
 
     Raises:
         TypeError: a dtype is wrong.
-        ValueError: a shape, device or number does not fit, or, on the CPU, values of cu_seqlens.
+        ValueError: a shape, device or number does not fit, or, without the compiled kernels, values
+            of cu_seqlens.
     """
     lists = num_lists(seqlen_q, is_causal)
     if not direct or scores.requires_grad:
         scores = scores.detach()
     arguments = (scores, key_mask, window, seqlen_q, is_causal, cu_seqlens, lists)
     if direct:
-        return _select_cuda(*arguments, cleared) if scores.is_cuda else _select_cpu(*arguments)
+        return _select(*arguments, cleared)
     register_for(scores, key_mask)
     return Selection(*torch.ops.dmattn.select_keys(*arguments))
 
@@ -101,7 +103,7 @@ def prepared_select(
         found: the selection of the first call, with scores and mask of the same shapes.
         window, seqlen_q, is_causal: those of all calls.
     """
-    if found.end.is_cuda and found.idx.numel() > 0:
+    if serves(found.end) and found.idx.numel() > 0:
         return cuda.PreparedSelection(found, window, seqlen_q, is_causal)
     return partial(
         select_keys,
@@ -189,6 +191,26 @@ def _check_bounds(cu_seqlens: Tensor) -> None:
         raise ValueError(f"cu_seqlens: got shape {tuple(cu_seqlens.shape)}, wanted (documents + 1)")
 
 
+def chooses_on_host(t: Tensor) -> bool:
+    """Whether running top-w of scores on the device of t, a GPU, is computed on the host."""
+    return not (t.is_cpu or t.is_meta or serves(t))
+
+
+def _select(
+    scores: Tensor,
+    key_mask: Tensor | None,
+    window: int,
+    seqlen_q: int,
+    is_causal: bool,
+    cu_seqlens: Tensor | None = None,
+    lists: int | None = None,
+    cleared: bool = True,
+) -> Selection:
+    """dmattn::select_keys by the implementation for the device of the scores."""
+    arguments = (scores, key_mask, window, seqlen_q, is_causal, cu_seqlens, lists)
+    return _select_cuda(*arguments, cleared) if serves(scores) else _select_cpu(*arguments)
+
+
 def _select_cpu(
     scores: Tensor,
     key_mask: Tensor | None,
@@ -268,7 +290,7 @@ def build_key_lists(
     reach = 0 if reach is None else reach
     arguments = (end, seqlen_q, capacity, reach, num_lists(seqlen_q, True))
     if direct:
-        return KeyLists(*(_build_cuda if end.is_cuda else _build_cpu)(*arguments))
+        return KeyLists(*_build(*arguments))
     return KeyLists(*torch.ops.dmattn.build_key_lists(*arguments))
 
 
@@ -299,6 +321,14 @@ def _empty_lists(
     )
 
 
+def _build(
+    end: Tensor, seqlen_q: int, capacity: int, reach: int, lists: int | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dmattn::build_key_lists by the implementation for the device of the intervals."""
+    build = _build_cuda if serves(end) else _build_cpu
+    return build(end, seqlen_q, capacity, reach, lists)
+
+
 def _build_cpu(
     end: Tensor, seqlen_q: int, capacity: int, reach: int, lists: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -324,7 +354,7 @@ def document_ends(cu_seqlens: Tensor, seqlen_k: int) -> Tensor:
 
     Args:
         cu_seqlens: int32 (documents + 1,), rising from 0 to Sk: boundaries of packed documents. On
-            CUDA the values are not checked; wrong ones give other documents.
+            GPUs the values are not checked; wrong ones give other documents.
         seqlen_k: Sk.
 
     Returns:
@@ -343,18 +373,18 @@ def _empty_ends(cu_seqlens: Tensor, seqlen_k: int) -> Tensor:
     return cu_seqlens.new_empty((seqlen_k,))
 
 
-def _document_ends(device: ModuleType, cu_seqlens: Tensor, seqlen_k: int) -> Tensor:
+def _document_ends(cu_seqlens: Tensor, seqlen_k: int) -> Tensor:
     _check_bounds(cu_seqlens)
-    ends: Tensor = device.document_ends(cu_seqlens, seqlen_k)
-    return ends
+    # Both are operations of torch. On every GPU those are used for which the host does not wait.
+    find = cpu.document_ends if cu_seqlens.is_cpu else cuda.document_ends
+    return find(cu_seqlens, seqlen_k)
 
 
 register(
     Operator(
         "dmattn::select_keys",
         _SELECT,
-        _select_cpu,
-        _select_cuda,
+        _select,
         _empty_selection,
         batching=batching.along_batch,
     )
@@ -363,8 +393,7 @@ register(
     Operator(
         "dmattn::build_key_lists",
         _BUILD,
-        _build_cpu,
-        _build_cuda,
+        _build,
         _empty_lists,
         batching=batching.along_batch,
     )
@@ -373,8 +402,7 @@ register(
     Operator(
         "dmattn::document_ends",
         _DOCUMENT_ENDS,
-        partial(_document_ends, cpu),
-        partial(_document_ends, cuda),
+        _document_ends,
         _empty_ends,
         batching=batching.one_by_one,
     )

@@ -1,5 +1,8 @@
 """Attention on the CPU, blocked over query rows and keys: memory is linear in both lengths.
 
+Steps of a cache also run here on GPUs that the compiled kernels do not serve: all tensors are made
+on the device of the problem.
+
 Arithmetic is in float32 (float64 for float64 inputs) and each result is rounded once. Query heads
 that share a key head are folded into the rows of one matrix product, so keys are never expanded.
 
@@ -47,7 +50,8 @@ def forward(problem: Problem) -> Results:
     results = empty_results(problem)
     out, lse = results.out, results.lse
     rest = results.lse_rest if problem.bias is not None else None
-    with torch.autocast("cpu", enabled=False):  # which would compute the products in bfloat16
+    # Autocast would compute the products in half precision.
+    with torch.autocast(problem.q.device.type, enabled=False):
         if problem.packing is None:
             _forward(problem, out, lse, rest)
         else:
@@ -69,7 +73,7 @@ def backward(
     """
     out, lse = results.out, results.lse
     grads = empty_gradients(problem, needs)
-    with torch.autocast("cpu", enabled=False):
+    with torch.autocast(problem.q.device.type, enabled=False):
         if problem.packing is None:
             _backward(problem, out, lse, dout, dlse, grads, needs)
             return grads

@@ -1,4 +1,8 @@
-"""Appending to a cache, drafts, and the attention of new tokens, by operations of torch."""
+"""Appending to a cache, drafts, and the attention of new tokens, by operations of torch.
+
+For the CPU, and for GPUs that the compiled kernels do not serve. There the host waits for each
+token that attends.
+"""
 
 import math
 
@@ -55,10 +59,10 @@ def draft_tokens(
     # Keys are numbered: first the entries as they are now, then the tokens. `holds`: which key an
     # entry holds after the tokens so far. `is_held`: whether a key is held then. `end`: the index
     # of the token that evicts a key, T if there is none.
-    holds = torch.arange(entries).expand(score.shape).contiguous()
-    is_held = torch.zeros((*score.shape[:2], entries + tokens), dtype=torch.bool)
+    holds = torch.arange(entries, device=score.device).expand(score.shape).contiguous()
+    is_held = score.new_zeros((*score.shape[:2], entries + tokens), dtype=torch.bool)
     is_held[..., :entries] = True
-    end = torch.full(is_held.shape, tokens)
+    end = torch.full(is_held.shape, tokens, device=score.device)
     drafts, seen_by = [], []
     for t in range(tokens):
         slot = _lowest(score, position)

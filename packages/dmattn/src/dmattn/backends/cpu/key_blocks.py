@@ -125,7 +125,8 @@ def _slices(layout: Layout, block: RowBlock) -> Iterator[KeyBlock]:
         keys = slice(start, min(start + _KEYS_PER_BLOCK, layout.seqlen_k))
         hidden = None
         if layout.problem.is_causal and keys.stop - 1 > block.rows.start + layout.causal_offset:
-            hidden = torch.arange(keys.start, keys.stop) > _positions(layout, block)
+            key = torch.arange(keys.start, keys.stop, device=layout.k.device)
+            hidden = key > _positions(layout, block)
         yield KeyBlock(keys, layout.k[:, keys], layout.v[:, keys], None, hidden)
 
 
@@ -139,7 +140,7 @@ def _listed(layout: Layout, lists: Lists, block: RowBlock) -> Iterator[KeyBlock]
         entries = slice(longest * part // parts, longest * (part + 1) // parts)
         index = lists.idx[:, :, numbers, entries]
         # `begin`: the first position that sees a key; behind all rows for entries past the count.
-        listed = torch.arange(entries.start, entries.stop) < count
+        listed = torch.arange(entries.start, entries.stop, device=count.device) < count
         begin = index.masked_fill(~listed, layout.seqlen_k)
         if layout.problem.is_causal and int(begin.amin()) >= block.rows.stop + layout.causal_offset:
             continue
@@ -175,12 +176,14 @@ def _hidden_entries(
 
 def _flat_index(layout: Layout, index: Tensor) -> Tensor:
     """An index ({B|1}, {HL|1}, L, N) of keys as indices of the rows of k, (B*HL*L*N,)."""
-    head = torch.arange(layout.heads) // (layout.heads // layout.nheads_k)
-    matrix = torch.arange(layout.batch)[:, None] * layout.nheads_k + head
+    device = index.device
+    head = torch.arange(layout.heads, device=device) // (layout.heads // layout.nheads_k)
+    matrix = torch.arange(layout.batch, device=device)[:, None] * layout.nheads_k + head
     return (index + matrix[..., None, None] * layout.seqlen_k).flatten()
 
 
 def _positions(layout: Layout, block: RowBlock) -> Tensor:
     """int64 (L, 1, M, 1): the positions of the rows among the keys."""
-    rows = torch.arange(block.rows.start, block.rows.stop) + layout.causal_offset
+    rows = torch.arange(block.rows.start, block.rows.stop, device=layout.k.device)
+    rows += layout.causal_offset
     return rows.view(block.stretches, 1, block.length, 1)

@@ -1,4 +1,7 @@
-"""Copying keys, values and scores on the CPU: dmattn::join_keys and dmattn::keep_keys."""
+"""Copying keys, values and scores by operations of torch: dmattn::join_keys, dmattn::keep_keys.
+
+For the CPU, and for GPUs that the compiled kernels do not serve.
+"""
 
 import math
 
@@ -15,7 +18,7 @@ def join_keys(
     joined: tuple[Tensor, Tensor, Tensor],
     place_first: Tensor | None = None,
 ) -> None:
-    """The CPU implementation of dmattn::join_keys: fills `joined`."""
+    """The implementation of dmattn::join_keys for devices without kernels: fills `joined`."""
     k, v, score = joined
     heads = k.shape[2]
     if place_first is not None:
@@ -44,7 +47,10 @@ def keep_keys(
     kept: KeptKeys,
     beside_attention: bool = False,
 ) -> None:
-    """The CPU implementation of dmattn::keep_keys: fills `kept`, which must not be empty."""
+    """The implementation of dmattn::keep_keys for devices without kernels.
+
+    Fills `kept`, which must not be empty. `beside_attention` makes no difference.
+    """
     batch, window, heads, _ = kept.k.shape
     seqlen = end.shape[2]
     is_kept = _with_heads(end > row, heads, 1).expand(batch, heads, seqlen)
@@ -56,7 +62,7 @@ def keep_keys(
     if place is not None:
         at = place.clamp(0, seqlen - 1).long().gather(2, at)
     empty = torch.arange(window, device=end.device) < window - count
-    positions = _positions(position, seen, batch, heads, seqlen)
+    positions = _positions(position, seen, is_kept)
     no_row = empty.mT[..., None]
     k, v, score = (_with_heads(t, heads, dim) for t, dim in zip(keys, (2, 2, 1), strict=True))
     kept.k.copy_(rows_at(k, at)).masked_fill_(no_row, 0.0)
@@ -68,12 +74,14 @@ def keep_keys(
     kept.seen.copy_((0 if seen is None else seen) + kept.seen.new_full((batch,), seqlen - held))
 
 
-def _positions(
-    position: Tensor | None, seen: Tensor | None, batch: int, heads: int, seqlen: int
-) -> Tensor:
-    """int32 (B, N, L): the positions of all keys: first those given, then on from `seen`."""
+def _positions(position: Tensor | None, seen: Tensor | None, is_kept: Tensor) -> Tensor:
+    """int32 (B, N, L), the shape of is_kept: the positions of all keys.
+
+    First those given, then on from `seen`.
+    """
+    batch, heads, seqlen = is_kept.shape
     held = 0 if position is None else position.shape[2]
-    further = torch.arange(seqlen - held, dtype=torch.int32)
+    further = torch.arange(seqlen - held, dtype=torch.int32, device=is_kept.device)
     if seen is not None:
         further = seen[:, None, None] + further
     further = further.expand(batch, heads, -1)

@@ -1,4 +1,7 @@
-"""Selection of keys on the CPU, and lists of kept keys from the interval of each key.
+"""Selection of keys by operations of torch, and lists of kept keys from the interval of each key.
+
+For the CPU, and for GPUs that the compiled kernels do not serve. All tensors stay on the device of
+the input, but running top-w is computed on the host, which waits for the scores.
 
 A key is better than another if its score is higher, or if the scores are equal and it is later.
 Keys with a score of NaN or -inf are never kept.
@@ -31,7 +34,7 @@ def select(
     capacity: int,
     cu_seqlens: Tensor | None = None,
 ) -> Selection:
-    """The CPU implementation of dmattn::select_keys.
+    """The implementation of dmattn::select_keys for devices without kernels.
 
     Args:
         scores: ({B|1}, heads, Sk), any floating dtype, -inf for masked keys.
@@ -53,13 +56,13 @@ def select(
         stops = document_ends(cu_seqlens, seqlen_k).tolist()
     rows = scores.flatten(0, 1).tolist()
     ends = [_running_top(row, window, stops) for row in rows]
-    end = torch.tensor(ends, dtype=torch.int32).view(scores.shape)
+    end = torch.tensor(ends, dtype=torch.int32, device=scores.device).view(scores.shape)
     lists = interval_lists(end, seqlen_q, capacity)
     return Selection(end, lists.idx, lists.count, lists.full)
 
 
 def document_ends(cu_seqlens: Tensor, seqlen_k: int) -> Tensor:
-    """The CPU implementation of dmattn::document_ends.
+    """The CPU implementation of dmattn::document_ends; for a tensor on a GPU the host waits.
 
     Returns, for each key, the index of the first key after its document, int32 (Sk,).
 
@@ -100,16 +103,18 @@ def _best_of_all(scores: Tensor, window: int, capacity: int) -> Selection:
     keep = best_keys(scores, window)
     count = keep.sum(-1, keepdim=True, dtype=torch.int32)
     slot = (keep.cumsum(-1) - 1).masked_fill(~keep, capacity)
-    idx = torch.zeros((*scores.shape[:2], capacity + 1), dtype=torch.int32)
-    idx.scatter_(-1, slot, torch.arange(seqlen_k, dtype=torch.int32).expand(slot.shape))
+    idx = count.new_zeros((*scores.shape[:2], capacity + 1))
+    key = torch.arange(seqlen_k, dtype=torch.int32, device=scores.device)
+    idx.scatter_(-1, slot, key.expand(slot.shape))
     end = keep.to(torch.int32) * seqlen_k
     return Selection(end, idx[..., None, :capacity].contiguous(), count, count.new_empty(0))
 
 
 def interval_lists(end: Tensor, seqlen_q: int, capacity: int, reach: int | None = None) -> KeyLists:
-    """The CPU implementation of dmattn::build_key_lists.
+    """The implementation of dmattn::build_key_lists for devices without kernels.
 
-    Time and memory grow with the number of entries of all lists.
+    Time and memory grow with the number of entries of all lists. On a GPU the host waits several
+    times for each head.
 
     Args:
         end: int32 (B, heads, Sk), contiguous.
@@ -125,7 +130,7 @@ def interval_lists(end: Tensor, seqlen_q: int, capacity: int, reach: int | None 
     count, full, needed = (end.new_zeros((batch, heads, blocks)) for _ in range(3))
     # As row indices: `enter` is the first row that keeps a key, `end_row` the first one that does
     # not any more, and `leave` the same, but limited by `reach`.
-    key = torch.arange(seqlen_k)
+    key = torch.arange(seqlen_k, device=end.device)
     end_row = end.flatten(0, 1).to(torch.int64).clamp(max=seqlen_k) - first_row
     enter = (key - first_row).clamp(min=0)
     leave = end_row if reach is None else torch.minimum(end_row, key - first_row + reach)
@@ -164,7 +169,8 @@ def _fill_lists(
         # One entry for each of these keys and each block of rows that lists it.
         times = b - a + 1
         entry = torch.repeat_interleave(inside, times)
-        place = torch.arange(len(entry)) - torch.repeat_interleave(times.cumsum(0) - times, times)
+        place = torch.arange(len(entry), device=key.device)
+        place -= torch.repeat_interleave(times.cumsum(0) - times, times)
         block = torch.repeat_interleave(a, times) + place
         rows_end = ((block + 1) * BLOCK_ROWS).clamp(max=seqlen_q)
         some = (enter[entry] > block * BLOCK_ROWS) | (end[entry] < rows_end)
@@ -174,7 +180,8 @@ def _fill_lists(
         block, every = where // 2, where % 2 == 0
         part = slice(low, high)
         length = torch.bincount(block - low, minlength=high - low)
-        slot = torch.arange(len(block)) - (length.cumsum(0) - length)[block - low]
+        slot = torch.arange(len(block), device=key.device)
+        slot -= (length.cumsum(0) - length)[block - low]
         fits = length <= lists.idx.shape[1]
         shown = fits[block - low]
         lists.needed[part] = length.to(torch.int32)

@@ -117,6 +117,15 @@ def check_device(device: int) -> None:
     checked_devices.add(device)
 
 
+def serves(t: Tensor) -> bool:
+    """Whether the kernels are for the device of a tensor; if they are not installed, True as well.
+
+    Operations of torch are to be used on other devices only, so that no call is slow for lack of a
+    package without an error.
+    """
+    return t.is_cuda and unserved(t.get_device()) is None
+
+
 def unserved(device: int) -> str | None:
     """Why there are no kernels for CUDA device number `device`; None if there are.
 

@@ -84,7 +84,10 @@ def build_key_lists(end: Tensor, seqlen_q: int, reach: int, lists: KeyLists) -> 
 
 
 def document_ends(cu_seqlens: Tensor, seqlen_k: int) -> Tensor:
-    """The CUDA implementation of dmattn::document_ends; the host does not wait for the values."""
+    """The implementation of dmattn::document_ends for all GPUs, by operations of torch.
+
+    The host does not wait for the values, and does not check them.
+    """
     key = torch.arange(seqlen_k, dtype=torch.int32, device=cu_seqlens.device)
     bounds = torch.cat((cu_seqlens, cu_seqlens.new_full((1,), seqlen_k)))
     ends = bounds[torch.searchsorted(cu_seqlens, key, right=True)]
