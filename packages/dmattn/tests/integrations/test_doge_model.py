@@ -80,6 +80,10 @@ def test_packed_documents_by_boundaries(name: str) -> None:
         (ValueError, "boundaries beside a batch of 2", {"input_ids": tokens()}),
         (ValueError, "beside a cache", {"past_key_values": DynamicCache()}),
         (TypeError, "dtype torch.float32", {"cu_seq_lens_q": bounds.float()}),
+        (ValueError, "wanted rising from 0 to 50", {"cu_seq_lens_q": torch.tensor([0, 40])}),
+        (ValueError, "wanted rising from 0 to 50", {"cu_seq_lens_q": torch.tensor([0, 60])}),
+        (ValueError, "wanted rising from 0 to 50", {"cu_seq_lens_q": torch.tensor([5, 20, 50])}),
+        (ValueError, "wanted rising from", {"cu_seq_lens_q": torch.tensor([0, 40, 20, 50])}),
     ):
         with pytest.raises(error, match=f"cu_seq_lens_q: got .*{words}"):
             model(**{"input_ids": ids, "cu_seq_lens_q": bounds} | inputs)
