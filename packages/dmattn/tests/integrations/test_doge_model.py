@@ -391,11 +391,22 @@ def test_transformers_too_old_or_absent(name: str, monkeypatch: pytest.MonkeyPat
         getattr(dmt, name)
 
 
-def test_dropout_of_attention() -> None:
+def test_dropout_of_attention(tmp_path: Path) -> None:
+    """Refused in training, with advice that works."""
     model, ids = enable_doge(make_doge(attention_dropout=0.1)), tokens()
-    with pytest.raises(ValueError, match=r"attention_dropout: got 0.1, wanted 0"):
+    model.config.attention_dropout = 0.0  # no effect: the layers have copied it
+    with pytest.raises(ValueError, match=r"attention_dropout: got 0.1, wanted 0") as error:
         model(ids)
+    assert "from_pretrained(..., attention_dropout=0.0)" in str(error.value)
+    assert "config.attention_dropout" not in str(error.value)
+    model.save_pretrained(tmp_path)
+    loaded = DogeForCausalLM.from_pretrained(tmp_path, attention_dropout=0.0).train()
+    assert enable_doge(loaded)(ids).logits.isfinite().all()
+    assert "model.eval()" in str(error.value)
     assert model.eval()(ids).logits.isfinite().all()
+    assert 'the implementation "eager"' in str(error.value)
+    model.train().set_attn_implementation("eager")
+    assert model(ids).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("shape", [(2, 7), (3, LENGTH), (2, 1, LENGTH)])
