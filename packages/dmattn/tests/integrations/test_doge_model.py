@@ -89,6 +89,20 @@ def test_packed_documents_by_boundaries(name: str) -> None:
             model(**{"input_ids": ids, "cu_seq_lens_q": bounds} | inputs)
 
 
+def test_boundaries_have_no_effect_without_enable_doge() -> None:
+    """As docs/doge.md says: the layers of transformers always make a dense mask."""
+    dmt.register()
+    model, ids, bounds = make_doge(), tokens(1), torch.tensor([0, 20, LENGTH])
+    model.set_attn_implementation("dmattn")
+    for inputs in ({}, {"use_cache": False}):
+        assert torch.equal(
+            model(ids, cu_seq_lens_q=bounds, **inputs).logits, model(ids, **inputs).logits
+        )
+    positions = torch.cat([torch.arange(20), torch.arange(LENGTH - 20)])[None]
+    packed = model(ids, position_ids=positions, use_cache=False).logits
+    assert close(packed[:, 20:], model(ids[:, 20:]).logits)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", ["window below the length", "sliding above the window"])
 def test_padding(name: str, side: str) -> None:
