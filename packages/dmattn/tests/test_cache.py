@@ -439,6 +439,11 @@ def test_capacity() -> None:
         ({"spare_rows": -1}, ValueError, "spare_rows: got -1, wanted an int of at least 0"),
         ({"spare_rows": True}, TypeError, "spare_rows: got True"),
         (
+            {"spare_rows": 5, "evict": False, "capacity": 8},
+            ValueError,
+            "spare_rows: got 5, wanted None or 0 with evict=False",
+        ),
+        (
             {"evict": False, "capacity": 0},
             ValueError,
             "capacity: got 0, wanted an int of at least 1",
@@ -566,7 +571,10 @@ def test_layers_do_not_share_a_cache() -> None:
     with pytest.raises(ValueError, match="cache: got one that holds the keys of another layer"):
         second(x, cache=cache)
     assert torch.equal(cache.seen, before.seen) and torch.equal(cache.k, before.k)
-    second(x, cache=before)  # a copy belongs to no layer
+    with pytest.raises(ValueError, match="cache: got one that holds the keys of another layer"):
+        second(x, cache=before)
+    first(x, cache=before)
+    second(x, cache=copy.deepcopy(cache))  # whose layer may have been copied as well
     cache.reset(torch.arange(B - 1))
     with pytest.raises(ValueError, match="cache: got one that holds the keys of another layer"):
         second(x, cache=cache)
@@ -581,7 +589,7 @@ def test_a_call_that_fails_does_not_make_a_cache_its_layers() -> None:
     first, second = (DynamicMaskAttention(32, 4, 2, window_size=5) for _ in range(2))
     cache = first.make_cache(2)
     first(torch.randn(2, 7, 32), cache=cache)
-    for copied in (cache.clone(), copy.deepcopy(cache)):  # copies belong to no layer
+    for copied in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):  # of no layer
         with pytest.raises(ValueError, match="positions: got shape"):
             second(torch.randn(2, 1, 32), cache=copied, positions=torch.arange(3))
         first(torch.randn(2, 1, 32), cache=copied)
@@ -622,3 +630,20 @@ def test_layer_refuses_caches_that_do_not_fit() -> None:
         layer(window_size=None).make_cache(B)
     with torch.no_grad(), pytest.raises(TypeError, match=r"cache: got 5 .*, wanted a Dynamic"):
         attention(x, cache=5)
+
+
+@pytest.mark.parametrize("t", [2, 12])
+@torch.no_grad()
+def test_skipped_tokens_of_nan_change_nothing(t: int) -> None:
+    """Their own output is NaN then; nothing else is."""
+    q, k, v, score = (x.clone() for x in sequence(length=t + 20))
+    cache = make()
+    cache.append_and_attend(q[:, :20], k[:, :20], v[:, :20], score[..., :20])
+    before, active = cache.clone(), torch.tensor([True, False])
+    q, k, v, score = q[:, 20:], k[:, 20:], v[:, 20:], score[..., 20:]
+    q[1] = k[1] = v[1] = float("nan")
+    out = cache.append_and_attend(q, k, v, score, active=active)
+    assert out[0].isfinite().all()
+    assert torch.equal(cache.k[1], before.k[1]) and cache.seen.tolist() == [20 + t, 20]
+    q[1] = 0
+    assert before.append_and_attend(q, k, v, score, active=active).isfinite().all()

@@ -548,6 +548,11 @@ def test_options_of_the_wrong_kind(options: dict[str, Any], message: str) -> Non
         ({"position_embeddings": torch.zeros(12, 4)}, TypeError, "position_embeddings: got"),
         ({"position_embeddings": (None, torch.zeros(12, 4))}, TypeError, "cos: got None"),
         (
+            {"position_embeddings": (torch.zeros(12, 4),) * 3},
+            TypeError,
+            r"position_embeddings: got a tuple of length 3, wanted \(cos, sin\)",
+        ),
+        (
             {"position_embeddings": (torch.zeros(12, 4), torch.zeros(12, 5))},
             ValueError,
             "sin: got shape",

@@ -179,9 +179,46 @@ def test_attention_of_many_rows_draws_some_of_them() -> None:
     q, k = scores(1, 300, 1, 8), scores(1, 300, 1, 8)
     ax = plot.attention(q, k, is_causal=True, pixels=20)
     assert ax.images[1].get_array().shape == (20, 20)
-    assert "every 15th query" in ax.get_title(loc="left")
+    assert "20 of 300 queries" in ax.get_title(loc="left")
     (shown,) = (torch.as_tensor(ax.images[1].get_array().filled(0)),)
     torch.testing.assert_close(shown.sum(1), torch.ones(20, dtype=shown.dtype))
+
+
+def title(ax: Any) -> str:
+    return str(ax.get_title(loc="left"))
+
+
+@pytest.mark.parametrize(
+    "length, pixels, block", [(24, 12, "2 queries x 2 keys"), (25, 24, "up to 2 queries x 2 keys")]
+)
+def test_what_pixels_stand_for(length: int, pixels: int, block: str) -> None:
+    ax = plot.mask(torch.rand(length, length) > 0.5, pixels=pixels)
+    assert ax.figure.axes[1].get_ylabel() == f"share that is kept of {block}"
+    q, keys = scores(1, length, 1, 8), block.replace("2 queries x ", "")
+    ax = plot.attention(q, q, pixels=pixels)
+    assert ax.figure.axes[1].get_ylabel() == f"probability of {keys} together"
+    assert title(ax).startswith(f"Attention, head 0, {pixels} of {length} queries\n")
+    ax = plot.attention(q, q, row=0, pixels=pixels)
+    assert ax.get_ylabel() == f"probability of {keys} together"
+
+
+def test_numbers_of_one() -> None:
+    mask = torch.ones(3, 3) > 0
+    mask[1] = False
+    assert title(plot.mask(mask)).endswith("; 1 query keeps none")
+    mask[2] = False
+    assert title(plot.mask(mask)).endswith("; 2 queries keep none")
+    assert "Scores of 1 token (" in title(plot.token_scores(["a"], torch.ones(1)))
+    assert "Scores of 2 tokens (" in title(plot.token_scores(["a", "b"], torch.ones(2)))
+    q = scores(1, 3, 1, 8)
+    assert "\n1 key kept on average" in title(plot.attention(q, q, torch.eye(3)[None, None] > 0))
+    for length, words in (
+        (1, "the only key stays to the last query"),
+        (2, "1 key leaves, within 1 query; 1 is still kept"),
+        (3, "of the 2 keys that leave, half do so within 1 query; 1 is still kept"),
+    ):
+        assert title(plot.lifetimes(sliding_window(length, 1))).endswith(words)
+    assert title(plot.lifetimes(sliding_window(3, 5))).endswith("all 3 keys stay to the last query")
 
 
 def test_tokens_are_escaped_ranked_and_marked(tmp_path: Path) -> None:
@@ -202,7 +239,7 @@ def test_tokens_are_escaped_ranked_and_marked(tmp_path: Path) -> None:
     assert (tmp_path / "tokens.png").stat().st_size > 1000
 
 
-WINDOW = SELECTIONS["not causal"]
+WINDOW, SINGLE = SELECTIONS["not causal"], torch.ones(1, 1, 1, 8)
 BAD: list[tuple[Any, type[Exception], str]] = [
     (lambda: plot.mask(3), TypeError, "keep: got 3 (int), wanted a dmattn.KeySelection or a bool"),
     (lambda: plot.mask(torch.ones(4, 4)), TypeError, "keep: got dtype torch.float32"),
@@ -229,6 +266,14 @@ BAD: list[tuple[Any, type[Exception], str]] = [
         lambda: plot.attention(torch.ones(1, 4, 1, 8), torch.ones(1, 4, 1, 8), row=4),
         IndexError,
         "row: got 4, wanted 0 to 3",
+    ),
+    *(
+        (
+            lambda name=name: plot.attention(SINGLE, SINGLE, **{name: 9}),
+            IndexError,
+            f"{name}: got 9, wanted 0",
+        )
+        for name in ("row", "head", "batch")
     ),
 ]
 

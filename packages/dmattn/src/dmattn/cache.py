@@ -33,7 +33,7 @@ from dmattn.cache_checks import (
     real_tokens,
     size_of,
 )
-from dmattn.cache_drafts import SPARE_ROWS, Draft, Rows, check_spare_rows, with_spare_rows
+from dmattn.cache_drafts import Draft, Rows, check_spare_rows, with_spare_rows
 from dmattn.cache_fill import all_keys, fill_of, last_row_keys
 from dmattn.cache_state import (
     CacheTensors,
@@ -100,12 +100,13 @@ class DynamicMaskCache:
         capacity: without evict, the most tokens per sequence; padding and inactive tokens take no
             room. With evict None.
         spare_rows: with evict, the most tokens of a draft (see `peek`) for which there is room
-            behind the entries of a slot, 0 to 32. 0 saves the memory of these rows; a draft that is
-            longer attends to a copy of the cache.
+            behind the entries of a slot, 0 to 32; 32 when None. 0 saves the memory of these rows; a
+            draft that is longer attends to a copy of the cache. Without evict there are none.
 
     Raises:
         TypeError: a number, flag or dtype is of the wrong kind.
-        ValueError: a number or device is not supported, or capacity does not go with evict.
+        ValueError: a number or device is not supported, or capacity or spare_rows does not go with
+            evict.
     """
 
     _rows: Rows | None = None  # k and v with their spare rows, once a draft has used them
@@ -122,7 +123,7 @@ class DynamicMaskCache:
         evict: bool = True,
         capacity: int | None = None,
         *,
-        spare_rows: int = SPARE_ROWS,
+        spare_rows: int | None = None,
     ) -> None:
         self.window_size = check_int("window_size", window_size, 1)
         batch = check_int("batch", batch, 0)
@@ -138,7 +139,7 @@ class DynamicMaskCache:
             wanted = "None, as the window is all it holds" if evict else "an int, with evict=False"
             raise ValueError(f"capacity: got {describe(capacity)}, wanted {wanted}")
         entries = self.window_size if capacity is None else check_int("capacity", capacity, 1)
-        self._spare_rows = check_spare_rows(spare_rows)
+        self._spare_rows = check_spare_rows(spare_rows, self.evict)
         rows = torch.Size((batch, entries, nheads_k, head_dim))
         shape = (batch, nheads_k, entries)
         with outside_of_inference_mode():
@@ -263,7 +264,8 @@ class DynamicMaskCache:
             softmax_scale: D ** -0.5 when None.
             softcap: as in `flash_dmattn_func`; at least 0.
             active: bool (B,) or (B, T), False for tokens to be skipped, in batches of unequal
-                progress. They are not put in, and their output is finite and meaningless.
+                progress. They are not put in, and their output is meaningless, and finite if their
+                query is.
             slots: which entries of the batch the tokens are for; all, in order, when None. Up to 8
                 tokens for some slots take as long as for all slots.
 
@@ -434,14 +436,16 @@ class DynamicMaskCache:
         self._layer = self._draft = None
 
     def clone(self) -> "DynamicMaskCache":
-        """An independent copy of the cache, without its draft."""
+        """An independent copy of the cache, for the same layer, without its draft."""
         other = object.__new__(DynamicMaskCache)
         other.__dict__.update(self.__getstate__())
+        other._layer = self._layer
         other._replace(self._tensors(), copy=True)
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        # A weak reference cannot be saved, and a draft stays with the cache that it was made for.
+        # A weak reference cannot be saved, and copy.deepcopy may copy the layer as well. A draft
+        # stays with the cache that it was made for.
         return self.__dict__ | {"_layer": None, "_draft": None, "_rows": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

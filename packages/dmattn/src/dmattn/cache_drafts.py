@@ -22,16 +22,23 @@ from dmattn.validation import check_int
 SPARE_ROWS = 32
 
 
-def check_spare_rows(spare_rows: Any) -> int:
-    """The argument `spare_rows` of a cache, as an int.
+def check_spare_rows(spare_rows: Any, evict: bool) -> int:
+    """The argument `spare_rows` of a cache, as an int; by default SPARE_ROWS with `evict`, else 0.
 
     Raises:
-        TypeError: it is no int.
-        ValueError: it is below 0 or above SPARE_ROWS.
+        TypeError: it is neither an int nor None.
+        ValueError: it is below 0 or above SPARE_ROWS, or not 0 in a cache that does not evict.
     """
+    if spare_rows is None:
+        return SPARE_ROWS if evict else 0
     count = check_int("spare_rows", spare_rows, 0)
     if count > SPARE_ROWS:
         raise ValueError(f"spare_rows: got {count}, wanted at most {SPARE_ROWS}")
+    if count > 0 and not evict:
+        raise ValueError(
+            f"spare_rows: got {count}, wanted None or 0 with evict=False: drafts attend to a copy "
+            "of such a cache"
+        )
     return count
 
 

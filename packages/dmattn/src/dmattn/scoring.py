@@ -84,7 +84,7 @@ def attend_through_cache(
             None.
 
     Returns:
-        out (B, S, H, D). Rows of padding are finite and meaningless.
+        out (B, S, H, D). Rows of padding are meaningless, and finite if their query is.
 
     Raises:
         TypeError, ValueError: something does not fit the cache, which is then unchanged.

@@ -27,6 +27,8 @@ def describe(value: object) -> str:
     """A short description of a value for error messages, without the contents of tensors."""
     if isinstance(value, Tensor):
         return "a nested tensor" if value.is_nested else f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, (tuple, list)) and any(isinstance(entry, Tensor) for entry in value):
+        return f"a {type(value).__name__} of length {len(value)}"
     text = repr(value)
     short = text if len(text) <= 40 else text[:37] + "..."
     return short if value is None else f"{short} ({type(value).__name__})"

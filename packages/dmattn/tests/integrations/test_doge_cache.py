@@ -313,6 +313,18 @@ def test_what_does_not_fit_is_refused() -> None:
     check_refused(
         cache,
         ValueError,
+        r"attention_mask: got shape \(2, 1, 20, 50\), wanted \(2, 50\) beside a DogeCache",
+        lambda: model(new, attention_mask=torch.ones(2, 1, 20, 50).bool(), past_key_values=cache),
+    )
+    check_refused(
+        cache,
+        ValueError,
+        "cu_seq_lens_q: got boundaries of packed documents beside a cache",
+        lambda: model(new, cu_seq_lens_q=torch.tensor([0, 20]), past_key_values=cache),
+    )
+    check_refused(
+        cache,
+        ValueError,
         r"got a DogeCache of 2 sequences for 1, .*reset",
         lambda: model(new[:1], past_key_values=cache),
     )

@@ -80,9 +80,27 @@ def test_packed_documents_by_boundaries(name: str) -> None:
         (ValueError, "boundaries beside a batch of 2", {"input_ids": tokens()}),
         (ValueError, "beside a cache", {"past_key_values": DynamicCache()}),
         (TypeError, "dtype torch.float32", {"cu_seq_lens_q": bounds.float()}),
+        (ValueError, "wanted rising from 0 to 50", {"cu_seq_lens_q": torch.tensor([0, 40])}),
+        (ValueError, "wanted rising from 0 to 50", {"cu_seq_lens_q": torch.tensor([0, 60])}),
+        (ValueError, "wanted rising from 0 to 50", {"cu_seq_lens_q": torch.tensor([5, 20, 50])}),
+        (ValueError, "wanted rising from", {"cu_seq_lens_q": torch.tensor([0, 40, 20, 50])}),
     ):
         with pytest.raises(error, match=f"cu_seq_lens_q: got .*{words}"):
             model(**{"input_ids": ids, "cu_seq_lens_q": bounds} | inputs)
+
+
+def test_boundaries_have_no_effect_without_enable_doge() -> None:
+    """As docs/doge.md says: the layers of transformers always make a dense mask."""
+    dmt.register()
+    model, ids, bounds = make_doge(), tokens(1), torch.tensor([0, 20, LENGTH])
+    model.set_attn_implementation("dmattn")
+    for inputs in ({}, {"use_cache": False}):
+        assert torch.equal(
+            model(ids, cu_seq_lens_q=bounds, **inputs).logits, model(ids, **inputs).logits
+        )
+    positions = torch.cat([torch.arange(20), torch.arange(LENGTH - 20)])[None]
+    packed = model(ids, position_ids=positions, use_cache=False).logits
+    assert close(packed[:, 20:], model(ids[:, 20:]).logits)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -387,11 +405,22 @@ def test_transformers_too_old_or_absent(name: str, monkeypatch: pytest.MonkeyPat
         getattr(dmt, name)
 
 
-def test_dropout_of_attention() -> None:
+def test_dropout_of_attention(tmp_path: Path) -> None:
+    """Refused in training, with advice that works."""
     model, ids = enable_doge(make_doge(attention_dropout=0.1)), tokens()
-    with pytest.raises(ValueError, match=r"attention_dropout: got 0.1, wanted 0"):
+    model.config.attention_dropout = 0.0  # no effect: the layers have copied it
+    with pytest.raises(ValueError, match=r"attention_dropout: got 0.1, wanted 0") as error:
         model(ids)
+    assert "from_pretrained(..., attention_dropout=0.0)" in str(error.value)
+    assert "config.attention_dropout" not in str(error.value)
+    model.save_pretrained(tmp_path)
+    loaded = DogeForCausalLM.from_pretrained(tmp_path, attention_dropout=0.0).train()
+    assert enable_doge(loaded)(ids).logits.isfinite().all()
+    assert "model.eval()" in str(error.value)
     assert model.eval()(ids).logits.isfinite().all()
+    assert 'the implementation "eager"' in str(error.value)
+    model.train().set_attn_implementation("eager")
+    assert model(ids).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("shape", [(2, 7), (3, LENGTH), (2, 1, LENGTH)])

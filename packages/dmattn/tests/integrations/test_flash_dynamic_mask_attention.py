@@ -1,5 +1,6 @@
 """The function that has the name it has in flash-dmattn, against the definition in float64."""
 
+import re
 from typing import Any
 
 import pytest
@@ -224,6 +225,22 @@ def test_equal_scores_are_a_sliding_window() -> None:
         ),
         (ValueError, r"attention_bias: got shape \(2, 3\)", {"attention_bias": torch.ones(2, 3)}),
         (TypeError, "scaling: got 'a'", {"scaling": "a"}),
+        (ValueError, r"scaling: got 1e\+300, wanted 0 or", {"scaling": 1e300}),
+        (
+            ValueError,
+            r"key: got shape \(2, 2, 37, 4\), wanted \(2, heads, seqlen_k, 8\)",
+            {"key": torch.zeros(B, HK, S, 4)},
+        ),
+        (
+            ValueError,
+            r"value: got shape \(2, 2, 36, 8\), wanted \(2, 2, 37, head_dim\)",
+            {"value": torch.zeros(B, HK, S - 1, D)},
+        ),
+        (
+            ValueError,
+            "attention_mask: got device meta, wanted cpu as query",
+            {"attention_mask": torch.ones(B, S, dtype=torch.bool, device="meta")},
+        ),
         (TypeError, r"is_causal: got 'no' \(str\), wanted True or", {"is_causal": "no"}),
         (TypeError, "deterministic: got 1", {"deterministic": 1}),
         (TypeError, r"target_dtype: got 'half' \(str\)", {"target_dtype": "half"}),
@@ -245,7 +262,7 @@ def test_bad_packed_arguments() -> None:
     with pytest.raises(ValueError, match=r"cu_seq_lens_q: got shape \(0,\)"):
         forward(Layer(), query, key, value, None, bias, cu_seq_lens_q=bounds[:0])
     beyond = torch.tensor([0, 2**32 + S])  # S, if it were truncated to int32
-    with pytest.raises(ValueError, match=r"cu_seqlens_q: got \[0, 2147483647\]"):
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q: got \[0, 4294967333\], wanted rising"):
         forward(Layer(), query, key, value, None, bias, cu_seq_lens_q=beyond, max_length_q=S)
     with pytest.raises(TypeError, match=r"query: got \[1\] \(list\)"):
         forward(Layer(), [1], key, value, None, bias)
@@ -255,3 +272,64 @@ def test_bad_packed_arguments() -> None:
         forward(Layer(), query, key, value, None, bias, cu_seq_lens_q=bounds.float())
     with pytest.raises(TypeError, match=r"max_length_k: got 12.5 \(float\), wanted an int"):
         forward(Layer(), query, key, value, None, bias, cu_seq_lens_q=bounds, max_length_k=12.5)
+
+
+@pytest.mark.parametrize(
+    "words, arguments",
+    [
+        ("cu_seq_lens_q: got [0, 12], wanted rising", {"cu_seq_lens_q": torch.tensor([0, 12])}),
+        ("cu_seq_lens_k: got [0, 12], wanted rising", {"cu_seq_lens_k": torch.tensor([0, 12])}),
+        ("cu_seq_lens_k: got shape (2,), wanted (3,)", {"cu_seq_lens_k": torch.tensor([0, S])}),
+        ("max_length_q: got 5, wanted at least 25", {"max_length_q": 5}),
+        ("max_length_k: got 24, wanted at least 25", {"max_length_k": 24}),
+        ("mask: got shape (1, 3, 37) beside", {"attention_mask": torch.ones(1, 3, S).bool()}),
+        ("attention_bias: got shape (1, 36) beside", {"attention_bias": torch.ones(1, S - 1)}),
+        ("key: got shape (2, 2, 37, 8), wanted (1,", {"key": torch.ones(B, HK, S, D)}),
+    ],
+)
+def test_packed_errors_have_the_names_and_shapes_of_the_caller(
+    words: str, arguments: dict[str, Any]
+) -> None:
+    query, key, value, bias = (t[:1] for t in operands())
+    given = {"query": query, "key": key, "value": value, "attention_bias": bias}
+    given |= {"attention_mask": None, "cu_seq_lens_q": torch.tensor([0, 12, S])} | arguments
+    with pytest.raises(ValueError, match=re.escape(words)):
+        forward(Layer(), **given)
+
+
+def test_boundaries_of_keys_alone_are_named() -> None:
+    query, key, value, _ = (t[:1] for t in operands())
+    bounds = torch.tensor([0, 12])
+    with pytest.raises(ValueError, match=r"cu_seq_lens_k: got \[0, 12\], wanted rising"):
+        forward(Layer(), query, key, value, None, None, cu_seq_lens_k=bounds)
+
+
+@pytest.mark.parametrize("window", [None, WINDOW, S, 2 * S])
+def test_a_bias_without_keys_is_refused_at_every_length(window: int | None) -> None:
+    query, key, value, bias = operands()
+    with pytest.raises(ValueError, match=r"attention_bias: got shape \(2, 2, 1\), wanted"):
+        forward(Layer(), query, key, value, None, bias[:, :, 0, :1], window_size=window)
+    if window is not None:
+        with pytest.raises(ValueError, match="attention_bias: got None, wanted a bias"):
+            forward(Layer(), query, key, value, None, None, window_size=window)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_a_module(dtype: torch.dtype) -> None:
+    """The module only says how to cast and whether rows see later keys."""
+    query, key, value, bias = (t.to(dtype) for t in operands())
+    found, _ = forward(None, query, key, value, None, bias, window_size=WINDOW)
+    wanted, _ = forward(nn.Module(), query, key, value, None, bias, window_size=WINDOW)
+    assert found.dtype == dtype and torch.equal(found, wanted)
+
+
+def test_lengths_beside_boundaries_that_are_not_read() -> None:
+    """As on a GPU: only the number of sequences is known."""
+    query, key, value, bias = (t[:1].to("meta") for t in operands())
+    options = {"cu_seq_lens_q": torch.zeros(3, dtype=torch.int64, device="meta")}
+    out, _ = forward(
+        Layer(), query, key, value, None, bias, **options, max_length_q=19, max_length_k=19
+    )
+    assert out.shape == (1, S, H, D)
+    with pytest.raises(ValueError, match=r"max_length_k: got 18, wanted .* of 2 documents with 37"):
+        forward(Layer(), query, key, value, None, bias, **options, max_length_q=19, max_length_k=18)

@@ -7,6 +7,7 @@ since a single one may be small by chance. (Eager attention in float64 is no ref
 computes its softmax in float32, and gives NaN for rows of padding.)
 """
 
+import re
 from typing import Any
 
 import pytest
@@ -142,8 +143,12 @@ def test_boundaries_that_are_refused() -> None:
         model(tokens(2), **inputs)
     with pytest.raises(TypeError, match=r"cu_seq_lens_q: got \[0, 150\]"):
         model(tokens(1), cu_seq_lens_q=[0, 150])
-    with pytest.raises(ValueError, match=r"cu_seqlens_q: got \[0, 90, 140\], wanted rising from 0"):
-        model(tokens(1), cu_seq_lens_q=torch.tensor([0, 90, 140]))
+    for bounds in ([0, 90, 140], [0, 40], [0, 60, 200], [5, 150], [0, 90, 60, 150]):
+        words = f"cu_seq_lens_q: got {bounds}, wanted rising from 0 to 150"
+        with pytest.raises(ValueError, match=re.escape(words)):
+            model(tokens(1), cu_seq_lens_q=torch.tensor(bounds))
+    with pytest.raises(ValueError, match="max_length_q: got 80, wanted at least 90"):
+        model(tokens(1), cu_seq_lens_q=torch.tensor([0, 90, 150]), max_length_q=80)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

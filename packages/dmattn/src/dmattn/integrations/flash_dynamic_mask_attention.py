@@ -12,16 +12,18 @@ from torch import Tensor, nn
 
 from dmattn.arguments import without_nan
 from dmattn.functional import flash_dmattn_func
-from dmattn.selection import check_boundary_tensor, to_int32
+from dmattn.integrations.documents import check_bounds_and_longest
 from dmattn.utils.mask import top_window_mask
 from dmattn.validation import (
     check_bool,
     check_dtype,
+    check_float32,
     check_int,
-    check_longest,
     check_mask,
     check_number,
     check_optional_tensor,
+    check_same_device,
+    check_shape,
     check_tensor,
     is_one_or,
 )
@@ -29,7 +31,7 @@ from dmattn.varlen import flash_dmattn_varlen_func
 
 
 def flash_dynamic_mask_attention_forward(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -49,7 +51,8 @@ def flash_dynamic_mask_attention_forward(
 
     Args:
         module: the layer. Its attribute `is_causal` is used if the argument is None, and True if it
-            has none.
+            has none. If it is a torch.nn.Module, its weights say to which dtype float32 inputs are
+            cast; None serves as well.
         query: (B, H, Sq, D), floating.
         key, value: (B, HK, Sk, D), floating.
         attention_mask: True where a row may see a key: bool (B|1, H|HK|1, Sq|1, at least Sk), or
@@ -66,7 +69,9 @@ def flash_dynamic_mask_attention_forward(
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: for packed sequences without
             padding, in a batch of 1: the boundaries, integer (sequences + 1,), and the lengths of
             the longest sequences. If only one of the boundaries is given, it is used for both. A
-            length that is None is read from the boundaries, for which the host waits.
+            length that is None is read from the boundaries, for which the host waits. Values on a
+            GPU that the host does not read are not checked. Mask and bias are then the same for all
+            rows.
         target_dtype: the dtype to which float32 inputs are cast. When None, it is that of the
             linear weights of `module`: adapters and norms may leave inputs in float32.
         deterministic: make gradients bitwise repeatable.
@@ -82,6 +87,7 @@ def flash_dynamic_mask_attention_forward(
         RuntimeError: as `dmattn.flash_dmattn_func`.
     """
     _check_tensors(query, key, value, attention_bias)
+    _check_heads(query, key, value)
     dropout = kwargs.get("dropout")
     if dropout is not None and check_number("dropout", dropout) != 0:
         raise ValueError(f"dropout: got {dropout}, wanted 0, as dmattn has no dropout of attention")
@@ -96,19 +102,21 @@ def flash_dynamic_mask_attention_forward(
     if bias is not None and bias.dtype not in (dtype, torch.float32):
         bias = bias.to(dtype)
     mask = _checked_mask(attention_mask)
+    if window is not None and bias is None:
+        raise ValueError("attention_bias: got None, wanted a bias by which the window chooses")
     is_packed = kwargs.get("cu_seq_lens_q") is not None or kwargs.get("cu_seq_lens_k") is not None
-    if not is_packed:
-        _check_shapes(
-            query,
-            key,
-            attention_mask=(attention_mask, mask),
-            attention_bias=(attention_bias, bias),
-        )
+    _check_operands(
+        query,
+        key,
+        is_packed,
+        attention_mask=(attention_mask, mask),
+        attention_bias=(attention_bias, bias),
+    )
     if mask is not None:
         mask = mask[..., : key.shape[1]]
     deterministic = kwargs.get("deterministic")
     settings: dict[str, Any] = {
-        "softmax_scale": None if scaling is None else check_number("scaling", scaling),
+        "softmax_scale": None if scaling is None else check_float32("scaling", scaling),
         "softcap": 0.0 if softcap is None else softcap,
         "deterministic": check_bool(
             "deterministic", False if deterministic is None else deterministic
@@ -118,14 +126,11 @@ def flash_dynamic_mask_attention_forward(
         window = None
         if bias is not None:
             bias = without_nan(bias)  # keys with a bias of NaN are never chosen
-    if window is not None and bias is None:
-        raise ValueError("attention_bias: got None, wanted a bias by which the window chooses")
     if is_packed:
         settings |= {"is_causal": is_causal, "window_size": window}
         return _packed(query, key, value, mask, bias, kwargs, settings), None
     if window is not None and bias is not None and _has_rows(mask, bias):
-        shape = query.shape[1], key.shape[1]
-        mask = _best_of_each_row(mask, bias, window, shape, is_causal)
+        mask = top_window_mask(bias, window, query.shape[1], is_causal, mask)
         window, is_causal = None, False  # both are in the mask
     out: Tensor = flash_dmattn_func(
         query,
@@ -178,27 +183,48 @@ def _checked_mask(attention_mask: Any) -> Tensor | None:
     return mask
 
 
-def _check_shapes(query: Tensor, key: Tensor, **given: tuple[Tensor | None, Tensor | None]) -> None:
-    """Raise ValueError for a mask or bias of a wrong shape, naming the shape that was given.
+def _check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise ValueError unless key and value fit the query, by the shapes that were given."""
+    batch, _, _, head_dim = query.shape
+    if key.shape[0] != batch or key.shape[3] != head_dim:
+        raise ValueError(
+            f"key: got shape {tuple(key.shape)}, wanted ({batch}, heads, seqlen_k, {head_dim}) for "
+            f"query of shape {tuple(query.shape)}"
+        )
+    if value.shape[:3] != key.shape[:3]:
+        wanted = ", ".join(str(n) for n in key.shape[:3])
+        raise ValueError(f"value: got shape {tuple(value.shape)}, wanted ({wanted}, head_dim)")
+
+
+def _check_operands(
+    query: Tensor, key: Tensor, is_packed: bool, **given: tuple[Tensor | None, Tensor | None]
+) -> None:
+    """Raise ValueError for a mask or bias that does not fit, naming the shape that was given.
 
     Args:
         query, key: (B, Sq, H, D) and (B, Sk, HK, D).
+        is_packed: whether sequences are packed; masks and biases then have a single row.
         given: by name, a mask or bias as it was given, and with four dimensions. A mask may have
             more keys than `key`; the last ones are ignored.
     """
     batch, query_len, heads, _ = query.shape
     key_len, nheads_k = key.shape[1:3]
+    rows = 1 if is_packed else query_len
     for name, (original, t) in given.items():
         if original is None or t is None:
             continue
+        check_same_device(name, t, query.device, "query")
         keys = t.shape[3]
-        fits_keys = keys >= key_len if name == "attention_mask" else is_one_or(keys, key_len)
+        fits_keys = keys >= key_len if name == "attention_mask" else keys == key_len
         fits_heads = is_one_or(t.shape[1], heads) or t.shape[1] == nheads_k
-        fits = is_one_or(t.shape[0], batch) and is_one_or(t.shape[2], query_len)
+        fits = is_one_or(t.shape[0], batch) and is_one_or(t.shape[2], rows)
         if not (fits and fits_heads and fits_keys):
+            sizes = ((batch, 1), (heads, nheads_k, 1), (rows, 1), (key_len,))
+            wanted = ", ".join("|".join(dict.fromkeys(map(str, options))) for options in sizes)
+            beside = " beside cu_seq_lens_q" if is_packed else ""
             raise ValueError(
-                f"{name}: got shape {tuple(original.shape)}, wanted ({batch}|1, {heads}|{nheads_k}"
-                f"|1, {query_len}|1, {key_len}) or one without the dimension of rows, or of heads"
+                f"{name}: got shape {tuple(original.shape)}{beside}, wanted ({wanted}) or one "
+                "without the dimension of rows, or of heads"
             )
 
 
@@ -214,7 +240,7 @@ def _window_size(kwargs: dict[str, Any]) -> int | None:
 
 
 def _compute_dtype(
-    module: nn.Module, query: Tensor, value: Tensor, target: torch.dtype | None
+    module: Any, query: Tensor, value: Tensor, target: torch.dtype | None
 ) -> torch.dtype:
     """The dtype to which query, key and value are cast; after that autocast may cast them again."""
     if target is not None:
@@ -223,7 +249,7 @@ def _compute_dtype(
         return value.dtype
     if target is not None:
         return target
-    for layer in module.modules():
+    for layer in module.modules() if isinstance(module, nn.Module) else ():
         weight = getattr(layer, "weight", None)
         if isinstance(layer, nn.Linear) and isinstance(weight, Tensor):
             if weight.is_floating_point():
@@ -249,18 +275,6 @@ def _has_rows(mask: Tensor | None, bias: Tensor | None) -> bool:
     return any(t is not None and t.shape[2] > 1 for t in (mask, bias))
 
 
-def _best_of_each_row(
-    mask: Tensor | None, bias: Tensor, window: int, shape: tuple[int, int], is_causal: bool
-) -> Tensor:
-    """bool: the keys that each row keeps among those that it may see; `shape`: (Sq, Sk)."""
-    query_len, key_len = shape
-    if bias.shape[3] != key_len:
-        raise ValueError(
-            f"attention_bias: got shape {tuple(bias.shape)}, wanted a bias of {key_len} keys"
-        )
-    return top_window_mask(bias, window, query_len, is_causal, mask)
-
-
 def _packed(
     query: Tensor,
     key: Tensor,
@@ -276,42 +290,39 @@ def _packed(
             f"query: got batch {query.shape[0]} beside cu_seq_lens_q, wanted 1, with the sequences "
             "one behind the other"
         )
-    bounds = {side: _boundaries(f"cu_seq_lens_{side}", kwargs) for side in "qk"}
-    names = {side: f"max_length_{side}" for side in bounds}
-    longest = {
-        side: check_longest(name, kwargs.get(name), bounds[side]) for side, name in names.items()
-    }
-    operands = {"attention_mask": mask, "attention_bias": bias}
-    per_key = {name: _per_key(name, t, key.shape[1]) for name, t in operands.items()}
+    bounds_q, longest_q = _boundaries("q", query, kwargs)
+    bounds_k, longest_k = _boundaries("k", key, kwargs)
+    check_shape("cu_seq_lens_k", bounds_k, bounds_q.shape)
     out: Tensor = flash_dmattn_varlen_func(
         query[0],
         key[0],
         value[0],
-        bounds["q"],
-        bounds["k"],
-        longest["q"],
-        longest["k"],
-        attn_mask=per_key["attention_mask"],
-        attn_bias=per_key["attention_bias"],
+        bounds_q,
+        bounds_k,
+        longest_q,
+        longest_k,
+        attn_mask=_per_key(mask),
+        attn_bias=_per_key(bias),
         **settings,
     )
     return out[None]
 
 
-def _boundaries(name: str, kwargs: dict[str, Any]) -> Tensor:
-    """Boundaries as int32; if only those of queries or of keys are given, they serve for both."""
-    other = name[:-1] + ("k" if name.endswith("q") else "q")
-    given = kwargs.get(name) if kwargs.get(name) is not None else kwargs.get(other)
-    return to_int32(check_boundary_tensor(given, name))
+def _boundaries(side: str, tokens: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, int]:
+    """Boundaries of queries or keys (1, S, heads, D) as int32, and the longest sequence's length.
+
+    If only those of queries or of keys are given, they serve for both.
+    """
+    names = [f"cu_seq_lens_{name}" for name in (side, "k" if side == "q" else "q")]
+    name = next(name for name in names if kwargs.get(name) is not None)
+    longest = f"max_length_{side}"
+    found = check_bounds_and_longest(
+        name, kwargs[name], longest, kwargs.get(longest), tokens.shape[1]
+    )
+    check_same_device(name, found[0], tokens.device, "query")
+    return found
 
 
-def _per_key(name: str, t: Tensor | None, key_len: int) -> Tensor | None:
+def _per_key(t: Tensor | None) -> Tensor | None:
     """(1, heads, 1, Tk) as (Tk, heads), the layout of packed keys."""
-    if t is None:
-        return None
-    if t.shape[0] != 1 or _has_rows(t, None) or t.shape[3] != key_len:
-        raise ValueError(
-            f"{name}: got shape {tuple(t.shape)} beside cu_seq_lens_q, wanted (1, heads, 1, "
-            f"{key_len}), alike for all rows"
-        )
-    return t[0, :, 0].transpose(0, 1)
+    return None if t is None else t[0, :, 0].transpose(0, 1)

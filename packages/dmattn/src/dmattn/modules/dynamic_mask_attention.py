@@ -202,8 +202,9 @@ class DynamicMaskAttention(nn.Module):
                 padding. They rotate queries and keys, and do not change which keys are visible.
             attention_mask: (B, S), bool with False at padding, or any integers with 0 there. Padded
                 keys are never attended to, nor counted among the kept keys. Outputs at padded
-                positions are finite and meaningless. With a cache that holds tokens the mask may
-                include those, (B, tokens before + S): only its last S columns are read.
+                positions are meaningless, and finite if hidden_states are. With a cache that holds
+                tokens the mask may include those, (B, tokens before + S): only its last S columns
+                are read.
             position_embeddings: (cos, sin) from `rotary_embedding`, to share them between layers;
                 instead of positions.
             cache: for generating text, from `make_cache`, used by this layer only. If it is empty,

@@ -4,6 +4,8 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from dmattn.validation import check_int, describe
 
 # Blue on grey, with orange beside it: told apart with every common kind of colour blindness, and
@@ -61,7 +63,24 @@ def thousands(n: int) -> str:
 
 def keys(n: int) -> str:
     """A number of keys as text: "1 key", "64 keys"."""
-    return f"{thousands(n)} key" + ("" if n == 1 else "s")
+    return f"{thousands(n)} {'key' if n == 1 else 'keys'}"
+
+
+def queries(n: int) -> str:
+    """A number of queries as text: "1 query", "64 queries"."""
+    return f"{thousands(n)} {'query' if n == 1 else 'queries'}"
+
+
+def blocks(of_keys: Tensor, of_queries: Tensor | None = None) -> str:
+    """What a pixel stands for: "2 queries x 4 keys", or "up to 4 keys" where blocks differ in size.
+
+    The arguments: the edges of the blocks, as `dmattn.plot.pixels.edges` returns them.
+    """
+    sizes = [of_keys.diff()] if of_queries is None else [of_queries.diff(), of_keys.diff()]
+    words = (keys,) if of_queries is None else (queries, keys)
+    most = " x ".join(say(int(size.max())) for say, size in zip(words, sizes, strict=True))
+    is_even = all(bool((size == size[0]).all()) for size in sizes)
+    return most if is_even else f"up to {most}"
 
 
 def check_not_empty(name: str, query_len: int, key_len: int) -> None:
@@ -72,15 +91,22 @@ def check_not_empty(name: str, query_len: int, key_len: int) -> None:
 
 
 def check_entry(name: str, index: int, size: int) -> int:
-    """An index into a dimension of this size; a dimension of size 1 serves every index.
+    """An index into a dimension of this size.
 
     Raises:
         TypeError: it is no integer.
         IndexError: there is no such entry.
     """
     index = check_int(name, index)
-    if size == 1:
-        return 0
     if not 0 <= index < size:
-        raise IndexError(f"{name}: got {index}, wanted 0 to {size - 1}")
+        wanted = "0" if size == 1 else f"0 to {size - 1}"
+        raise IndexError(f"{name}: got {index}, wanted {wanted}")
     return index
+
+
+def check_shared_entry(name: str, index: int, size: int) -> int:
+    """As `check_entry`, for a dimension that serves every index if its size is 1."""
+    if size == 1:
+        check_int(name, index)
+        return 0
+    return check_entry(name, index, size)

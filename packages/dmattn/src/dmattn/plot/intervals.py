@@ -52,8 +52,8 @@ def lifetimes(
             "selection: got one with is_causal=False, wanted a causal one; without causality every "
             "query keeps the same keys"
         )
-    batch = axes.check_entry("batch", batch, selection.end.shape[0])
-    head = axes.check_entry("head", head, selection.end.shape[1])
+    batch = axes.check_shared_entry("batch", batch, selection.end.shape[0])
+    head = axes.check_shared_entry("head", head, selection.end.shape[1])
     axes.check_not_empty("selection", selection.query_len, selection.end.shape[2])
     start, stop = row_intervals(selection, batch, head)
     life, stays = stop - start, stop == selection.query_len
@@ -89,11 +89,13 @@ def _title(selection: KeySelection, gone: Tensor, stay: int) -> str:
     if len(gone) + stay == 0:
         return f"{first}\nno key is kept"
     if len(gone) == 0:
-        return f"{first}\nall {axes.keys(stay)} stay to the last query"
-    return (
-        f"{first}\nof the {axes.keys(len(gone))} that leave, half do so within "
-        f"{axes.thousands(int(gone.median()))} queries; {axes.thousands(stay)} are still kept"
-    )
+        all_keys = "the only key stays" if stay == 1 else f"all {axes.keys(stay)} stay"
+        return f"{first}\n{all_keys} to the last query"
+    within = axes.queries(int(gone.median()))
+    leave = f"of the {axes.keys(len(gone))} that leave, half do so within {within}"
+    if len(gone) == 1:
+        leave = f"1 key leaves, within {within}"
+    return f"{first}\n{leave}; {axes.thousands(stay)} {'is' if stay == 1 else 'are'} still kept"
 
 
 def _draw_points(ax: Any, key: Tensor, life: Tensor, gone: Tensor, stay: Tensor) -> None:

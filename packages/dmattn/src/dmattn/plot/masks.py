@@ -67,8 +67,8 @@ def mask(
 
 def _of_selection(keep: KeySelection, batch: int, head: int, most: int) -> Pixels:
     axes.check_not_empty("keep", keep.query_len, keep.end.shape[2])
-    batch = axes.check_entry("batch", batch, keep.end.shape[0])
-    head = axes.check_entry("head", head, keep.end.shape[1])
+    batch = axes.check_shared_entry("batch", batch, keep.end.shape[0])
+    head = axes.check_shared_entry("head", head, keep.end.shape[1])
     return of_selection(keep, batch, head, most)
 
 
@@ -79,8 +79,8 @@ def _of_tensor(keep: Tensor, batch: int, head: int, is_causal: bool, most: int) 
     if check_tensor("keep", keep).dtype != torch.bool:
         raise TypeError(f"keep: got dtype {keep.dtype}, wanted torch.bool (True = attend)")
     if keep.dim() == 4:
-        batch = axes.check_entry("batch", batch, keep.shape[0])
-        head = axes.check_entry("head", head, keep.shape[1])
+        batch = axes.check_shared_entry("batch", batch, keep.shape[0])
+        head = axes.check_shared_entry("head", head, keep.shape[1])
         keep = keep[batch, head]
     if keep.dim() != 2:
         raise ValueError(
@@ -122,7 +122,9 @@ def _summary(drawn: Pixels, is_causal: bool, alike: bool) -> str:
     share = kept / visible if visible else 0.0
     of_what = "of what causality allows" if is_causal else "of all entries"
     empty = int((~rows.any(1)).sum())
-    words = f"; {axes.thousands(empty)} queries keep none" if empty and drawn.is_exact else ""
+    words = ""
+    if empty and drawn.is_exact:
+        words = f"; {axes.queries(empty)} {'keeps' if empty == 1 else 'keep'} none"
     return f"kept: {100 * share:.3g}% {of_what}{words}"
 
 
@@ -164,6 +166,5 @@ def _draw_shares(ax: Any, drawn: Pixels, how: dict[str, Any]) -> None:
     # Few keys of many are kept: on a linear scale most pixels would look empty.
     scale = colors.PowerNorm(0.5, vmin=0, vmax=highest or 1)
     image = ax.imshow(shares.tolist(), cmap=colours, norm=scale, **how)
-    rows, keys = int(drawn.rows.diff().max()), int(drawn.keys.diff().max())
-    label = f"share that is kept of {rows} queries x {keys} keys"
+    label = f"share that is kept of {axes.blocks(drawn.keys, drawn.rows)}"
     ax.figure.colorbar(image, ax=ax, label=label, shrink=0.85)

@@ -113,8 +113,9 @@ def attention(
         drawn = _rows_of_head(problem, batch, head, rows, keys)
         ax = axes.axes_or_new(ax, 6.8, 5.6)
         _draw_matrix(ax, drawn, keys, query_len)
-        every = -(-query_len // len(rows)) if len(rows) else 1
-        first = f"Attention, head {head}" + (f", every {every}th query" if every > 1 else "")
+        first = f"Attention, head {head}"
+        if len(rows) < query_len:
+            first += f", {axes.thousands(len(rows))} of {axes.queries(query_len)}"
     ax.set_title(f"{first}\n{_summary(drawn)}", loc="left", fontsize="medium")
     axes.save(ax, path)
     return ax
@@ -202,7 +203,8 @@ def _summary(drawn: _Rows) -> str:
     heavy = float(drawn.heavy[some].double().mean())
     if len(drawn.held) == 1:
         return f"{axes.keys(round(kept))} kept; half of the attention goes to {heavy:.0f} of them"
-    return f"{kept:.4g} keys kept on average; half of the attention goes to {heavy:.3g} of them"
+    noun = "key" if kept == 1 else "keys"
+    return f"{kept:.4g} {noun} kept on average; half of the attention goes to {heavy:.3g} of them"
 
 
 def _draw_matrix(ax: Any, drawn: _Rows, keys: Tensor, query_len: int) -> None:
@@ -223,8 +225,8 @@ def _draw_matrix(ax: Any, drawn: _Rows, keys: Tensor, query_len: int) -> None:
     # From light yellow to dark brown: neither is taken for the grey of what is dropped.
     colours = colors.LinearSegmentedColormap.from_list("probability", _COLOURS)
     image = ax.imshow(mass.tolist(), cmap=colours, norm=scale, **how)
-    block = int(keys.diff().max())
-    of_what = "of a kept key" if block == 1 else f"of {block} keys together"
+    block = axes.blocks(keys)
+    of_what = "of a kept key" if block == "1 key" else f"of {block} together"
     ax.figure.colorbar(image, ax=ax, label=f"probability {of_what}", shrink=0.85, extend="min")
     ax.set(xlabel="key (white: hidden by causality, grey: dropped)", ylabel="query")
 
@@ -232,7 +234,7 @@ def _draw_matrix(ax: Any, drawn: _Rows, keys: Tensor, query_len: int) -> None:
 def _draw_row(ax: Any, drawn: _Rows, keys: Tensor) -> None:
     centre = ((keys[:-1] + keys[1:] - 1).double() / 2).tolist()
     mass, kept = drawn.mass[0].tolist(), drawn.kept[0].tolist()
-    block = int(keys.diff().max())
+    block = axes.blocks(keys)
     shown = [(x, p) for x, p, is_kept in zip(centre, mass, kept, strict=True) if is_kept]
     places, heights = [x for x, _ in shown], [p for _, p in shown]
     ax.vlines(places, 0, heights, color=axes.KEPT, lw=1.6, label="probability")
@@ -247,7 +249,7 @@ def _draw_row(ax: Any, drawn: _Rows, keys: Tensor) -> None:
         label="kept",
     )
     ax.axhline(0, color=axes.TEXT, lw=0.8)
-    of_what = "probability" if block == 1 else f"probability of {block} keys together"
+    of_what = "probability" if block == "1 key" else f"probability of {block} together"
     ax.set(xlabel="key", ylabel=of_what, xlim=(-0.5, int(keys[-1]) - 0.5))
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(frameon=False, loc="upper left", bbox_to_anchor=(0, -0.18), ncols=2)

@@ -132,7 +132,8 @@ def token_scores(
     ax.set(xlim=(0, columns), ylim=(lines, 0))
     ax.axis("off")
     note = "darker: higher score" + ("" if kept is None else "; underlined: kept")
-    ax.set_title(f"Scores of {len(words)} tokens ({note})", loc="left", fontsize="medium")
+    count = "1 token" if len(words) == 1 else f"{len(words)} tokens"
+    ax.set_title(f"Scores of {count} ({note})", loc="left", fontsize="medium")
     axes.save(ax, path)
     return ax
 

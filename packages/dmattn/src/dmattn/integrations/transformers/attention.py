@@ -71,7 +71,7 @@ def attention_forward(
             given in a call that does not support it, or as `dmattn.flash_dmattn_func`.
         TypeError: the mask is no tensor, or as `dmattn.flash_dmattn_func`.
     """
-    _check(dropout, kwargs)
+    check_call("dropout", dropout, kwargs)
     attention_mask = check_optional_tensor("attention_mask", attention_mask)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
@@ -109,11 +109,18 @@ def attention_forward(
     return (out * share.transpose(1, 2)[..., None]).to(out.dtype).contiguous(), None
 
 
-def _check(dropout: float, kwargs: dict[str, Any]) -> None:
+def check_call(name: str, dropout: float, kwargs: dict[str, Any]) -> None:
+    """Refuse dropout, which the layer calls `name`, and warn that there are no attention weights.
+
+    Raises:
+        ValueError: dropout is not 0.
+    """
     if dropout > 0:
+        # Layers copy the number when they are made: to change the config of a model has no effect.
         raise ValueError(
-            f"dropout: got {dropout}, wanted 0, as dmattn has no attention dropout; set the "
-            "attention dropout of the model's config to 0, or use model.eval()"
+            f"{name}: got {dropout}, wanted 0, as dmattn has no dropout of attention; make or load "
+            "the model without, as by from_pretrained(..., attention_dropout=0.0) (some configs "
+            'have another name for it), or use model.eval() or the implementation "eager"'
         )
     if kwargs.get("output_attentions"):
         logger.warning_once(

@@ -21,16 +21,14 @@ from transformers.models.doge.modeling_doge import (
     DogeRMSNorm,
     apply_rotary_pos_emb,
 )
-from transformers.utils import logging
 
 from dmattn.arguments import without_autocast
+from dmattn.integrations.transformers.attention import check_call
 from dmattn.integrations.transformers.doge_cache import DogeCache, DogeCacheLayer
 from dmattn.integrations.transformers.doge_keys import SeenKeys, attend, of_mask, seen_keys
 from dmattn.integrations.transformers.registration import NAME, register
 from dmattn.scoring import key_scores
 from dmattn.validation import check_bool
-
-logger = logging.get_logger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -253,7 +251,7 @@ def _attention_forward(
             layer, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
         )
         return result
-    _check_call(layer, kwargs)
+    check_call("attention_dropout", layer.attention_dropout if layer.training else 0.0, kwargs)
     shape = (*hidden_states.shape[:-1], -1, layer.head_dim)
     value = layer.v_proj(hidden_states).view(shape)
     query = layer.q_norm(layer.q_proj(hidden_states).view(shape))
@@ -300,19 +298,6 @@ def _seen_by(attention_mask: Tensor | None, layer: DogeAttention) -> SeenKeys:
     if attention_mask is None:
         return SeenKeys()
     return of_mask(layer.keep_window_size, attention_mask)
-
-
-def _check_call(layer: DogeAttention, kwargs: dict[str, Any]) -> None:
-    if layer.training and layer.attention_dropout:
-        raise ValueError(
-            f"attention_dropout: got {layer.attention_dropout}, wanted 0, as dmattn has no dropout "
-            'of attention; set config.attention_dropout to 0, or use the implementation "eager"'
-        )
-    if kwargs.get("output_attentions"):
-        logger.warning_once(
-            "dmattn never forms attention weights, so output_attentions=True brings none of them; "
-            'attn_implementation="eager" returns them.'
-        )
 
 
 def _scores(layer: DogeAttention, value: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ class DogeCacheLayer(CacheLayerMixin):  # type: ignore[misc]  # has no types
             real: bool (B, T), False for padding, which is not put in; None where all are real.
 
         Returns:
-            (B, T, H, D). Rows of padding are finite and meaningless.
+            (B, T, H, D). Rows of padding are meaningless, and finite if their query is.
 
         Raises:
             TypeError, ValueError: the tensors do not fit the cache, which is then unchanged.

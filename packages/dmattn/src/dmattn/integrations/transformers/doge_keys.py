@@ -24,8 +24,8 @@ from dmattn import (
     sliding_window,
     top_window_mask,
 )
+from dmattn.integrations.documents import check_bounds
 from dmattn.integrations.transformers.interval_mask import IntervalMask
-from dmattn.selection import check_boundary_tensor
 
 
 class SeenKeys(NamedTuple):
@@ -103,7 +103,7 @@ def seen_keys(
     Raises:
         TypeError: attention_mask is no tensor, or has four dimensions and integers.
         ValueError: attention_mask has another shape, the cache another batch, or boundaries are
-            given for a batch larger than 1.
+            given for a batch larger than 1, or on the CPU and do not rise from 0 to Sq.
     """
     batch, query_len = hidden_shape
     if attention_mask is not None and not isinstance(attention_mask, Tensor):
@@ -149,7 +149,7 @@ def _numbers(boundaries: Any, batch: int, query_len: int, device: torch.device) 
     """int64 (1, Sq): the index of the document of each token, from boundaries of documents."""
     if batch != 1:
         raise ValueError(f"cu_seq_lens_q: got boundaries beside a batch of {batch}, wanted 1")
-    ends = check_boundary_tensor(boundaries, "cu_seq_lens_q")[1:].to(device)
+    ends = check_bounds("cu_seq_lens_q", boundaries, query_len)[0][1:].to(device)
     token = torch.arange(query_len, device=device, dtype=ends.dtype)
     return torch.searchsorted(ends, token, right=True)[None]
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from dmattn import KeySelection, packed_documents, sliding_window
-from dmattn.selection import check_boundary_tensor, to_int32
-from dmattn.validation import check_longest
+from dmattn.integrations.documents import check_bounds_and_longest
 
 
 class Documents(NamedTuple):
@@ -140,18 +139,19 @@ class VisibleKeys:
             max_length: the length of the longest document; None to read it from the boundaries.
 
         Raises:
-            TypeError, ValueError: an argument is wrong.
+            TypeError, ValueError: an argument is wrong. The host checks the values of boundaries on
+                the CPU, and others if it has to read the length.
         """
         if self._within is None or self._within[0] is not cu_seq_lens:
-            bounds = check_boundary_tensor(cu_seq_lens, "cu_seq_lens_q")
-            cu_seqlens = to_int32(bounds).to(self.device)
-            longest = check_longest("max_length_q", max_length, cu_seqlens)
+            cu_seqlens, longest = check_bounds_and_longest(
+                "cu_seq_lens_q", cu_seq_lens, "max_length_q", max_length, self.key_len
+            )
             packed = VisibleKeys(
                 self.batch_size,
                 self.query_len,
                 self.key_len,
                 window=self.window,
-                documents=Documents(cu_seqlens, longest),
+                documents=Documents(cu_seqlens.to(self.device), longest),
                 device=self.device,
             )
             self._within = (cu_seq_lens, packed)
