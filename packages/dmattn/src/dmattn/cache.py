@@ -289,7 +289,7 @@ class DynamicMaskCache:
         elif rows is None:
             out = self._attend_in_turn(query, new, scale, softcap)
         else:
-            new = self._for_all_slots(new, rows)
+            new = new.for_all_slots(len(self.seen), rows)
             spread = query.new_zeros((len(self.seen), *query.shape[1:])).index_copy_(0, rows, query)
             out = self._attend_in_turn(spread, new, scale, softcap).index_select(0, rows)
         self._draft = None
@@ -525,7 +525,7 @@ class DynamicMaskCache:
             keep = block.keeping(self.window_size, self._tensors())
         out = block.attend(query, scale, softcap)
         if not self.evict:
-            new = new if rows is None else self._for_all_slots(new, rows)
+            new = new if rows is None else new.for_all_slots(len(self.seen), rows)
             append_tokens(new, self._tensors(), False)
         elif keep is not None:
             keep()
@@ -598,17 +598,6 @@ class DynamicMaskCache:
         assert out is not None  # as there is a query
         self._is_empty = False
         return out
-
-    def _for_all_slots(self, new: CacheTokens, rows: Tensor) -> CacheTokens:
-        """Tokens for the slots in rows, filled up with inactive tokens for the other slots."""
-        active = new.active
-        if active is None:
-            active = torch.ones(new.k.shape[:2], dtype=torch.bool, device=new.k.device)
-        batch = len(self.seen)
-        given = (new.k, new.v, new.score.detach(), active)
-        return CacheTokens(
-            *[t.new_zeros((batch, *t.shape[1:])).index_copy_(0, rows, t) for t in given]
-        )
 
     def _step_over_all(
         self, query: Tensor, new: CacheTokens, scale: float, softcap: float

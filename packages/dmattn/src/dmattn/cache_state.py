@@ -28,6 +28,19 @@ class CacheTokens(NamedTuple):
     score: Tensor  # (B, HK, T)
     active: Tensor | None  # bool (B, T), False for a token to skip
 
+    def for_all_slots(self, batch: int, rows: Tensor) -> "CacheTokens":
+        """These tokens as those of the slots in rows (B,), and inactive ones for other slots.
+
+        `batch`: the number of all slots.
+        """
+        active = self.active
+        if active is None:
+            active = torch.ones(self.k.shape[:2], dtype=torch.bool, device=self.k.device)
+        given = (self.k, self.v, self.score.detach(), active)
+        return CacheTokens(
+            *[t.new_zeros((batch, *t.shape[1:])).index_copy_(0, rows, t) for t in given]
+        )
+
 
 def outside_of(cache: CacheTensors, *tensors: Tensor) -> list[Tensor]:
     """The tensors, with copies of those that are views of the memory of a cache.

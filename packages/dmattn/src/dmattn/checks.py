@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmattn.key_lists import Selection, larger, num_blocks
+from dmattn.key_lists import Selection, check_boundaries, larger, num_blocks
 from dmattn.problem import (
     Needs,
     Packing,
@@ -335,9 +335,8 @@ def read_packing(packing: Packing, total_q: int, total_k: int) -> tuple[list[int
 
 def _boundaries(name: str, cu_seqlens: Tensor, longest: int, total: int) -> list[int]:
     bounds = read_integers(cu_seqlens)
+    check_boundaries(bounds, total, f"cu_seqlens_{name}")
     lengths = [b - a for a, b in pairwise(bounds)]
-    if bounds[0] != 0 or bounds[-1] != total or any(n < 0 for n in lengths):
-        raise ValueError(f"cu_seqlens_{name}: got {bounds}, wanted rising from 0 to {total}")
     if lengths and max(lengths) > longest:
         raise ValueError(f"max_seqlen_{name}: got {longest}, wanted at least {max(lengths)}")
     return bounds

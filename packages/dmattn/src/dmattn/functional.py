@@ -382,11 +382,6 @@ def _known_problem(
     return problem, stretch
 
 
-_PROBS_ARE_SLOW = (
-    "return_attn_probs computes the probabilities outside the kernels, (B, H, Sq, Sk) in memory"
-)
-
-
 def explain(*arguments: Any, **options: Any) -> str:
     """Which backend `flash_dmattn_func` would use, why not the others, and what makes it slow.
 
@@ -408,8 +403,7 @@ def explain(*arguments: Any, **options: Any) -> str:
     has_probs = check_bool("return_attn_probs", named.pop("return_attn_probs"))
     _check_probs(has_probs, named["state"])
     (problem, slow), _ = _checked_call(**named)
-    slow = (*slow, *slow_paths(problem, named["window_size"]))
-    notes = (*slow, _PROBS_ARE_SLOW) if has_probs else slow
+    notes = (*slow, *slow_paths(problem, named["window_size"], has_probs))
     return registry.explain(with_one_head_dim(problem), wanted, notes, named["out"])
 
 

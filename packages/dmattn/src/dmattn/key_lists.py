@@ -209,20 +209,21 @@ def best_keys(
     return torch.zeros_like(usable).scatter(-1, order, keep)
 
 
-def check_boundaries(bounds: Sequence[int], seqlen_k: int | None) -> None:
+def check_boundaries(bounds: Sequence[int], seqlen_k: int | None, name: str = "cu_seqlens") -> None:
     """Raise ValueError unless the boundaries of packed documents rise from 0 to `seqlen_k`.
 
-    `seqlen_k`: None if the number of keys is given by the last boundary alone.
+    `seqlen_k`: None if the number of keys is given by the last boundary alone. `name`: of the
+    argument, for the error message.
     """
     if len(bounds) == 0:
-        raise ValueError("cu_seqlens: got no boundary, wanted (documents + 1,)")
+        raise ValueError(f"{name}: got no boundary, wanted (documents + 1,)")
     last = bounds[-1]
     fits = last < 2**31 if seqlen_k is None else last == seqlen_k
     falls = first_fall(bounds)
     if bounds[0] != 0 or falls is not None or not fits:
         wanted = "the number of keys, less than 2**31" if seqlen_k is None else seqlen_k
         got = falls or (list(bounds) if len(bounds) <= 6 else f"[{bounds[0]}, ..., {last}]")
-        raise ValueError(f"cu_seqlens: got {got}, wanted rising from 0 to {wanted}")
+        raise ValueError(f"{name}: got {got}, wanted rising from 0 to {wanted}")
 
 
 def first_fall(bounds: Sequence[int]) -> str | None:

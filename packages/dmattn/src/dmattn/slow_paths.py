@@ -9,15 +9,22 @@ _LONG_LIST = 0.5
 # Below this number of keys no note is given: the room of lists is a multiple of 128 and says little
 # about their lengths.
 _FEW_KEYS = 1024
+_PROBS = (
+    "return_attn_probs computes the probabilities outside the kernels, (B, H, Sq, Sk) in memory"
+)
 
 
-def slow_paths(problem: Problem, window_size: int | None) -> list[str]:
+def slow_paths(problem: Problem, window_size: int | None, has_probs: bool = False) -> list[str]:
     """The notes on a checked problem with its keys chosen, for `explain`.
 
-    `window_size`: the argument by which they were chosen, or None.
+    Args:
+        problem: the problem.
+        window_size: the argument by which its keys were chosen, or None.
+        has_probs: whether the call also returns the probabilities.
     """
-    notes = [*_head_dims(problem), *_sinks(problem), *_long_lists(problem)]
-    return notes if window_size is None else [*_choices_on_host(problem), *notes]
+    notes = [] if window_size is None else _choices_on_host(problem)
+    notes += [*_head_dims(problem), *_sinks(problem), *_long_lists(problem)]
+    return [*notes, _PROBS] if has_probs else notes
 
 
 def _choices_on_host(problem: Problem) -> list[str]:

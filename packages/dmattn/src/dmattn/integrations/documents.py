@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dmattn.key_lists import check_boundaries
 from dmattn.selection import check_boundary_tensor, to_int32
 from dmattn.validation import can_be_read, check_longest, has_values, read_integers
 
@@ -33,10 +34,8 @@ def check_bounds(
     longest = None
     if can_be_read(bounds) or (waits and has_values(bounds)):
         values = read_integers(bounds)
-        lengths = [b - a for a, b in pairwise(values)]
-        if values[0] != 0 or values[-1] != total or any(n < 0 for n in lengths):
-            raise ValueError(f"{name}: got {values}, wanted rising from 0 to {total}")
-        longest = max(lengths, default=0)
+        check_boundaries(values, total, name)
+        longest = max((b - a for a, b in pairwise(values)), default=0)
     return to_int32(bounds), longest
 
 

@@ -8,6 +8,7 @@ dmattn::document_ends     make the intervals of packed documents
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -196,19 +197,9 @@ def chooses_on_host(t: Tensor) -> bool:
     return not (t.is_cpu or t.is_meta or serves(t))
 
 
-def _select(
-    scores: Tensor,
-    key_mask: Tensor | None,
-    window: int,
-    seqlen_q: int,
-    is_causal: bool,
-    cu_seqlens: Tensor | None = None,
-    lists: int | None = None,
-    cleared: bool = True,
-) -> Selection:
+def _select(scores: Tensor, *others: Any, **named: Any) -> Selection:
     """dmattn::select_keys by the implementation for the device of the scores."""
-    arguments = (scores, key_mask, window, seqlen_q, is_causal, cu_seqlens, lists)
-    return _select_cuda(*arguments, cleared) if serves(scores) else _select_cpu(*arguments)
+    return (_select_cuda if serves(scores) else _select_cpu)(scores, *others, **named)
 
 
 def _select_cpu(
@@ -219,6 +210,7 @@ def _select_cpu(
     is_causal: bool,
     cu_seqlens: Tensor | None = None,
     lists: int | None = None,
+    cleared: bool = True,  # unused entries are zeros here in any case
 ) -> Selection:
     shaped = _empty_selection(scores, key_mask, window, seqlen_q, is_causal, cu_seqlens)
     if key_mask is not None:
@@ -321,12 +313,9 @@ def _empty_lists(
     )
 
 
-def _build(
-    end: Tensor, seqlen_q: int, capacity: int, reach: int, lists: int | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _build(end: Tensor, *others: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dmattn::build_key_lists by the implementation for the device of the intervals."""
-    build = _build_cuda if serves(end) else _build_cpu
-    return build(end, seqlen_q, capacity, reach, lists)
+    return (_build_cuda if serves(end) else _build_cpu)(end, *others, **named)
 
 
 def _build_cpu(
