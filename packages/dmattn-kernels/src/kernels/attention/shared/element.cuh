@@ -47,6 +47,12 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return r;
 }
 
+__device__ __forceinline__ float log2_approx(float x) {
+  float r;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
 __device__ __forceinline__ float tanh_fast(float x) {
   // 1 - 2 / (1 + e^2x) has an absolute error of about 1e-7; tanh.approx has 5e-4, too much for fp16. A large softcap
   // multiplies this error. So small x take the first two terms of the series, x - x^3 / 3, which keeps the relative

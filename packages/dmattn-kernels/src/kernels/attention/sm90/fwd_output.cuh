@@ -9,8 +9,8 @@ namespace dmattn::sm90 {
 
 // Divides the output by the sum of its row, and writes the log-sum-exp. scale: what turns the inputs of the softmax
 // into logits. first_row: the first of the two rows that this thread has; the other is 8 later.
-template <int kFragmentsD, class Arguments, class Item>
-__device__ __forceinline__ void finish_rows(const Arguments& p, OnlineSoftmax<1>& softmax, float scale,
+template <bool kLazy, int kFragmentsD, class Arguments, class Item>
+__device__ __forceinline__ void finish_rows(const Arguments& p, OnlineSoftmax<1, kLazy>& softmax, float scale,
                                             float (&out)[1][kFragmentsD][4], const Item& item, int first_row) {
   const int64_t base = lse_offset(p, item);
 #pragma unroll

@@ -44,6 +44,8 @@ struct GatherConsumer {
   // Numbers of named barriers. Number 0 is that of __syncthreads().
   static constexpr int kTurnBarrier = 1, kStoreBarrier = 1 + T::kConsumers;
   static_assert(kStoreBarrier + T::kConsumers <= GatherProducer<T>::kBarrier);
+  // A lazy maximum saves time where the output has many registers: see docs/kernels/lists-forward.md.
+  using Softmax = OnlineSoftmax<1, /*kLazy=*/T::kOneQ>;
 
   const typename T::Arguments& p;
   typename T::Shared& s;
@@ -68,11 +70,10 @@ struct GatherConsumer {
     work.index = __shfl_sync(0xffffffffu, work.index, 0);
     work.count = __shfl_sync(0xffffffffu, work.count, 0);
     work.full = __shfl_sync(0xffffffffu, work.full, 0);
-    if constexpr (!T::kOverlaps) {
-      work.item.m_block = __shfl_sync(0xffffffffu, work.item.m_block, 0);
-      work.item.head = __shfl_sync(0xffffffffu, work.item.head, 0);
-      work.item.batch = __shfl_sync(0xffffffffu, work.item.batch, 0);
-    }
+    work.item.m_block = __shfl_sync(0xffffffffu, work.item.m_block, 0);
+    work.item.head = __shfl_sync(0xffffffffu, work.item.head, 0);
+    work.item.batch = __shfl_sync(0xffffffffu, work.item.batch, 0);
+    if constexpr (T::kSplit) work.item.split = __shfl_sync(0xffffffffu, work.item.split, 0);
     if (lane == 0) s.item_empty[item_place.stage].arrive();
     item_place.advance();
     return work;
@@ -94,9 +95,11 @@ struct GatherConsumer {
   __device__ __forceinline__ void pass_turn() {
     cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier + (consumer + 1) % T::kConsumers);
   }
+  // K and V are written to shared memory by ordinary threads (the generic proxy) and read by matrix instructions (the
+  // async proxy), which takes a fence between the two.
   __device__ __forceinline__ void wait_for_tile(Barrier* full, const RingPlace<T::kStages>& place) {
     full[place.stage].wait(place.phase);
-    if constexpr (T::kFence == ProxyFence::kConsumer) cutlass::arch::fence_view_async_shared();
+    cutlass::arch::fence_view_async_shared();
   }
 
   template <class Accumulator>
@@ -146,18 +149,19 @@ struct GatherConsumer {
     auto probabilities = make_tensor<typename T::Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<T::kBlockN / 16>>>{});
     auto& scores = fragments(acc_s);
     auto& out = fragments(acc_o);
-    OnlineSoftmax<1> softmax;
+    Softmax softmax;
     float keep[2];         // factors of the running sums and of the output, since the maximum has changed
     bool is_last = false;  // whether this is the item's last tile: Q is not needed after its scores
-    typename T::Item item;
+    typename T::Announced work = next_item();
+    const typename T::Item& item = work.item;
 
     // Turns the scores in `found` into probabilities. seen_by_all: how many of the tile's first keys all rows see.
     const auto to_probabilities = [&](auto is_masked, auto& found, int seen_by_all) __attribute__((always_inline)) {
       change_scores(is_masked, found, item, seen_by_all);
       if constexpr (T::kBias) {
-        softmax.template probabilities_of_logits</*kLazy=*/true>(found, keep);
+        softmax.probabilities_of_logits(found, keep);
       } else {
-        softmax.template probabilities<true, /*kLazy=*/true>(found, keep, p.softmax_scale * kLog2e);
+        softmax.template probabilities<true>(found, keep, p.softmax_scale * kLog2e);
       }
     };
     const auto to_operand = [&](auto& found) __attribute__((always_inline)) {
@@ -169,16 +173,14 @@ struct GatherConsumer {
         packed(2 * i + 1) = ElementTraits<typename T::Element>::pack(found[0][i][2], found[0][i][3]);
       }
     };
-    // Starts two products: the scores of a tile into acc, with the Q of stage q_place, and the output of the previous
-    // tile, which has kKeys keys. Returns when the scores are there.
-    const auto start_both = [&](auto keys, auto& mma, auto& a, auto& b, auto& acc) __attribute__((always_inline)) {
-      constexpr int kKeys = decltype(keys)::value;
-      const auto part = make_tensor(probabilities.data(), Layout<Shape<Shape<_2, _2, _2>, _1, Int<kKeys / 16>>>{});
+    // Starts two products: the scores of a tile into acc, and the output of the tile before. Returns when the scores are
+    // there.
+    const auto start_both = [&](auto& mma, auto& a, auto& b, auto& acc) __attribute__((always_inline)) {
       wait_for_tile(s.k_full, k_place);
       wait_turn();
       start_product<true>(mma, a(_, _, _, q_place.stage), b(_, _, _, k_place.stage), acc);
       wait_for_tile(s.v_full, v_place);
-      start_product<false>(out_mma, part, v(_, _, _, v_place.stage), acc_o);
+      start_product<false>(out_mma, probabilities, v(_, _, _, v_place.stage), acc_o);
       pass_turn();
       wait_for_product<1>(acc);
       release(s.k_empty[k_place.stage]);
@@ -191,13 +193,13 @@ struct GatherConsumer {
     };
     const auto step = [&](auto masked, auto& mma, auto& a, auto& b, auto& c, int seen) __attribute__((always_inline)) {
       release_stored();
-      start_both(Int<T::kBlockN>{}, mma, a, b, c);
+      start_both(mma, a, b, c);
       if (T::kOneQ && is_last) release(s.q_empty[consumer]);
       auto& found = fragments(c);
       to_probabilities(masked, found, seen);
       finish_output();
       to_operand(found);
-      rescale(out, keep);
+      Softmax::rescale(out, keep);
     };
     const auto tail_step = [&](auto keys, int seen_by_all) __attribute__((always_inline)) {
       constexpr int kKeys = decltype(keys)::value;
@@ -210,7 +212,9 @@ struct GatherConsumer {
       is_last = true;
       step(true_type{}, tail_mma, tail_q, tail_k, acc, seen_by_all);
     };
+    // The scores of an item's first tile.
     const auto start_scores = [&]() __attribute__((always_inline)) {
+      q_full().wait(q_place.phase);
       wait_for_tile(s.k_full, k_place);
       if constexpr (T::kOneQ) clear(acc_s);
       start_product<true>(score_mma, q(_, _, _, q_place.stage), k(_, _, _, k_place.stage), acc_s);
@@ -220,44 +224,33 @@ struct GatherConsumer {
       release(s.k_empty[k_place.stage]);
       k_place.advance();
     };
-    // The output of the item's last tile, which has kKeys keys. With two stages of Q it is started together with the
-    // first scores of the next item, if that has any (goes_on).
-    const auto last_output = [&](auto keys, bool goes_on) __attribute__((always_inline)) {
-      if (!T::kOneQ && goes_on) {
-        q_full().wait(q_place.phase);
-        start_both(keys, score_mma, q, k, acc_s);
-        finish_output();
-      } else {
-        constexpr int kKeys = decltype(keys)::value;
-        const auto part = make_tensor(probabilities.data(), Layout<Shape<Shape<_2, _2, _2>, _1, Int<kKeys / 16>>>{});
-        wait_for_tile(s.v_full, v_place);
-        start_product<false>(out_mma, part, v(_, _, _, v_place.stage), acc_o);
-        finish_output();
-      }
+    // The output of the item's last tile, which has kKeys keys.
+    const auto last_output = [&](auto keys) __attribute__((always_inline)) {
+      constexpr int kKeys = decltype(keys)::value;
+      const auto part = make_tensor(probabilities.data(), Layout<Shape<Shape<_2, _2, _2>, _1, Int<kKeys / 16>>>{});
+      wait_for_tile(s.v_full, v_place);
+      start_product<false>(out_mma, part, v(_, _, _, v_place.stage), acc_o);
+      finish_output();
     };
 
     if (consumer == T::kConsumers - 1) pass_turn();
-    typename T::Announced work = next_item();
     bool has_scores = false;  // whether the scores of the item's first tile have been computed already
 #pragma unroll 1
     while (work.index < p.items) {
-      item = find_item_of<T>(p, work.index);
       const int tiles = (work.count + T::kBlockN - 1) / T::kBlockN;
       const int last_width = tiles > 1 ? T::tile_width(work.count - (tiles - 1) * T::kBlockN) : T::kBlockN;
       const int whole = last_width < T::kBlockN ? tiles - 1 : tiles;  // tiles computed with all kBlockN keys
       const int unmasked = min(work.full / T::kBlockN, whole);
       const int q_stage = q_place.stage;
-      softmax = OnlineSoftmax<1>();
+      softmax = Softmax();
       clear(acc_o);
       const bool has_q = !T::kOneQ || tiles > 0;
-      if (!has_scores && has_q) {
-        q_full().wait(q_place.phase);
-        if (tiles > 0) {
+      if (has_q && tiles == 0) q_full().wait(q_place.phase);
+      if (tiles > 0) {
+        if (!has_scores) {
           start_scores();
           finish_scores();
         }
-      }
-      if (tiles > 0) {
         if (T::kOneQ && tiles == 1) release(s.q_empty[consumer]);
         if (unmasked > 0) {
           to_probabilities(false_type{}, scores, T::kBlockN);
@@ -276,12 +269,10 @@ struct GatherConsumer {
           is_last = n + 1 == tiles;
           step(true_type{}, score_mma, q, k, acc_s, work.full - n * T::kBlockN);
         }
-        if constexpr (T::kShortTail) {
-          const int seen_by_all = work.full - whole * T::kBlockN;
-          if (last_width == T::kTail) tail_step(Int<T::kTail>{}, seen_by_all);
-          if constexpr (T::kLongTail < T::kBlockN) {
-            if (last_width == T::kLongTail) tail_step(Int<T::kLongTail>{}, seen_by_all);
-          }
+        const int seen_by_all = work.full - whole * T::kBlockN;
+        if (last_width == T::kTail) tail_step(Int<T::kTail>{}, seen_by_all);
+        if constexpr (T::kLongTail < T::kBlockN) {
+          if (last_width == T::kLongTail) tail_step(Int<T::kLongTail>{}, seen_by_all);
         }
       }
       release_stored();
@@ -290,13 +281,11 @@ struct GatherConsumer {
       has_scores = tiles > 0 && next.index < p.items && next.count > 0;
       if (tiles > 0) {
         if (last_width == T::kBlockN) {
-          last_output(Int<T::kBlockN>{}, has_scores);
-        } else if constexpr (T::kShortTail) {
-          if (last_width == T::kTail) {
-            last_output(Int<T::kTail>{}, has_scores);
-          } else if constexpr (T::kLongTail < T::kBlockN) {
-            last_output(Int<T::kLongTail>{}, has_scores);
-          }
+          last_output(Int<T::kBlockN>{});
+        } else if (last_width == T::kTail) {
+          last_output(Int<T::kTail>{});
+        } else if constexpr (T::kLongTail < T::kBlockN) {
+          last_output(Int<T::kLongTail>{});
         }
       }
       const int first_row = item.m_block * T::kBlockM + consumer * 64 + warp * 16 + lane / 4;
@@ -316,8 +305,7 @@ struct GatherConsumer {
           stored = q_stage;
         }
       };
-      if (T::kOneQ && has_scores) {
-        q_full().wait(q_place.phase);
+      if (has_scores) {  // the first scores of the next item are computed while this one's results are written
         start_scores();
         finish_item();
         finish_scores();
@@ -339,7 +327,7 @@ struct GatherConsumer {
         out_mma.get_slice(thread).partition_fragment_B(make_tensor(make_smem_ptr(s.v), typename T::LayoutVt{}));
     auto acc_o = partition_fragment_C(out_mma, Shape<Int<T::kBlockM>, Int<T::kHeadDim>>{});
     auto& out = fragments(acc_o);
-    OnlineSoftmax<1> softmax;
+    Softmax softmax;
     float keep[2];  // factors of the running sums and of the output, since the maximum has changed
     typename T::Announced work = next_item();
     const FwdItem& item = work.item;
@@ -362,7 +350,7 @@ struct GatherConsumer {
           packed(2 * i) = ElementTraits<typename T::Element>::pack(scores[0][i][0], scores[0][i][1]);
           packed(2 * i + 1) = ElementTraits<typename T::Element>::pack(scores[0][i][2], scores[0][i][3]);
         }
-        rescale(out, keep);
+        Softmax::rescale(out, keep);
       };
       wait_for_tile(s.k_full, k_place);
       if constexpr (T::kBiasInProduct) {
@@ -377,13 +365,12 @@ struct GatherConsumer {
           __syncwarp();
           release_keys();
           change_scores(is_masked, scores, item, seen_by_all);
-          softmax.template probabilities_of_logits</*kLazy=*/true>(scores, keep);
+          softmax.probabilities_of_logits(scores, keep);
           finish_softmax();
         } else {
           release_keys();
           change_scores(is_masked, scores, item, seen_by_all);
-          take_probabilities_of_products</*kLazy=*/true>(softmax, scores, keep, p.softmax_scale,
-                                                         p.softmax_scale * kLog2e);
+          take_probabilities_of_products(softmax, scores, keep, p.softmax_scale, p.softmax_scale * kLog2e);
           finish_softmax();
         }
       } else {
@@ -392,7 +379,7 @@ struct GatherConsumer {
         wait_for_product<0>(acc_s);
         release_keys();
         change_scores(is_masked, scores, item, seen_by_all);
-        softmax.template probabilities<true, /*kLazy=*/true>(scores, keep, p.softmax_scale * kLog2e);
+        softmax.template probabilities<true>(scores, keep, p.softmax_scale * kLog2e);
         finish_softmax();
       }
       wait_for_tile(s.v_full, v_place);
@@ -408,7 +395,7 @@ struct GatherConsumer {
       const int last_width = tiles > 1 ? T::tile_width(work.count - (tiles - 1) * T::kBlockN) : T::kBlockN;
       const int whole = last_width < T::kBlockN ? tiles - 1 : tiles;  // tiles of kBlockN keys
       const int unmasked = min(work.full / T::kBlockN, whole);
-      softmax = OnlineSoftmax<1>();
+      softmax = Softmax();
       clear(acc_o);
       s.q_full[q_place.stage].wait(q_place.phase);
       int n = 0;
@@ -442,12 +429,6 @@ struct GatherConsumer {
     const auto keys = slice.partition_fragment_B(
         local_tile(all_keys, Shape<Int<kKeys>, Int<Operands::kCols>, Int<T::kStages>>{}, make_coord(_0{}, _0{}, _0{})));
     start_biased_scores(mma, q, k, bias_mma, rows(_, _, _, 0), keys(_, _, _, k_place.stage), c);
-  }
-
-  // Rescales the output to new maxima, which change in few tiles (OnlineSoftmax::lazy_max).
-  template <int kFragments>
-  static __device__ __forceinline__ void rescale(float (&out)[1][kFragments][4], const float (&keep)[2]) {
-    if (__any_sync(0xffffffffu, keep[0] != 1.f || keep[1] != 1.f)) OnlineSoftmax<1>::rescale(out, keep);
   }
 
   // Turns products into logits. bias: one number for each key of the tile, in shared memory.

@@ -71,14 +71,13 @@ template <class Element, int kHeadDim, bool kBias, int kBlockN, int kStages, int
 cudaError_t launch_gather_mode(const KernelChoice& choice, const FwdParams& p, cudaStream_t stream) {
   constexpr int kProducerRegisters = kBlocksPerSm == 2 ? 48 : 56;
   if constexpr (kBlocksPerSm == 1) {
-    using Split = GatherTraits<Element, kHeadDim, kBias, kBlockN, kStages, ProxyFence::kConsumer, /*kShortTail=*/true,
-                               kProducerRegisters, kBlocksPerSm, /*kSplit=*/true>;
+    using Split =
+        GatherTraits<Element, kHeadDim, kBias, kBlockN, kStages, kProducerRegisters, kBlocksPerSm, /*kSplit=*/true>;
     if (p.num_splits > 1) return launch_gather_kernel<Split>(choice, p, stream);
   } else if (p.num_splits > 1) {
     return cudaErrorNotSupported;
   }
-  using Whole = GatherTraits<Element, kHeadDim, kBias, kBlockN, kStages, ProxyFence::kConsumer, /*kShortTail=*/true,
-                             kProducerRegisters, kBlocksPerSm>;
+  using Whole = GatherTraits<Element, kHeadDim, kBias, kBlockN, kStages, kProducerRegisters, kBlocksPerSm>;
   return launch_gather_kernel<Whole>(choice, p, stream);
 }
 

@@ -3,7 +3,7 @@
 //
 // Eight threads copy a row of a panel (128 bytes), 16 bytes each. In a large tile a thread copies neighbouring rows,
 // whose entries of the list it reads with wide loads (read_rows). In a small tile the threads of a warp pass their
-// entries to each other (share_entry). For each tile, a thread also reads one entry of the list a tile ahead, which
+// positions to each other (share_position). For each tile, a thread also reads one entry of the list a tile ahead, which
 // brings the list into the L1 cache, and the interval end and bias of the key that it names. No instruction uses a
 // loaded value before it is needed, since it would wait for the load.
 #pragma once
@@ -40,7 +40,6 @@ struct GatherProducer {
   RingPlace<2> item_place;
   RingPlace<T::kQStages> q_place;
   int next_slot = 0;
-  Barrier* unsaid = nullptr;  // with ProxyFence::kProducer: where to arrive once the last copies have completed
 
   // A key of a tile, its interval end, and its bias as loaded: in `bias` if its dtype is fp32, otherwise in
   // narrow_bias. Fields that are not loaded are left undefined: writing zeros to a register would wait for an earlier
@@ -96,8 +95,8 @@ struct GatherProducer {
     open_list(work);
     announce(work);
     read_first_facts(work);
+    if constexpr (!T::kOneQ) copy_q(work);
     while (work.index < p.items) work = copy_item(work);
-    say_all();
     cute::cp_async_wait<0>();
   }
 
@@ -205,10 +204,6 @@ struct GatherProducer {
     const auto copy_v = [&](int n, const Rows& rows) __attribute__((always_inline)) {
       copy_tile(work, n, rows, v, p.v.row_stride, s.v, s.v_full, s.v_empty, v_place);
     };
-    if (tiles == 0) {
-      say_all();  // the consumers may need these copies before they release the previous Q
-      copy_q(work.item, false);
-    }
     Work next = {};
     next.first = (work.first + tiles) % T::kTeams;
     const int take_at = max(rounds - kRoundsLeft, -1);
@@ -222,20 +217,18 @@ struct GatherProducer {
       const int n = round * T::kTeams + first_of(work);
       const int entry_after = read_entry(work, n + T::kTeams);
       if (round == take_at) take();
-      if constexpr (T::kOverlaps) {
+      if constexpr (T::kTeams == 1) {
         copy_k(n, read_rows(work, n));
-        n == 0 ? copy_q(work.item, true) : copy_v(n - 1, read_rows(work, n - 1));
+        if (T::kOneQ && n == 0) copy_halves_of_q(work.item);
+        if (n > 0) copy_v(n - 1, read_rows(work, n - 1));
         if (tells_facts(work, n)) write_facts(work, facts, n);
       } else if (n < tiles) {
         const Rows rows = share_position(position_of(entry));
         const int stage = stage_of(k_place);
         copy_k(n, rows);
         if constexpr (T::kBiasInProduct) write_bias_operands(facts, stage);
-        if (round == 0) copy_q(work.item, true);
         copy_v(n, rows);
         if (tells_facts(work, n)) write_facts(work, facts, n);
-      } else if (round == 0) {
-        copy_q(work.item, true);
       }
       entry = entry_after;
       if (round == find_at) {
@@ -255,7 +248,8 @@ struct GatherProducer {
     }
     if (rounds <= find_at + 1) open_list(next);
     announce(next);
-    if (T::kOverlaps && tiles > 0) copy_v(tiles - 1, read_rows(work, tiles - 1));
+    if constexpr (!T::kOneQ) copy_q(next);
+    if (T::kTeams == 1 && tiles > 0) copy_v(tiles - 1, read_rows(work, tiles - 1));
     read_first_facts(next);
     return next;
   }
@@ -269,18 +263,22 @@ struct GatherProducer {
     return index;
   }
 
-  __device__ __forceinline__ void copy_q(const FwdItem& item, bool is_read) {
-    if constexpr (T::kOneQ) return copy_halves_of_q(item, is_read);
+  // Copies the Q of an item once the item has been announced, and not after its first K: a Q comes from memory, a K
+  // mostly from the L2 cache. Its stage is the one that the item two before had. The consumers release it before they ask
+  // for the item announced now, and what they need until then has been copied, or is copied by warps that do not wait for
+  // this one. The Q of an item without keys is not read.
+  __device__ __forceinline__ void copy_q(const Work& work) {
+    if (work.index >= p.items) return;
     if (warp == 0) {
       Barrier& full = s.q_full[q_place.stage];
       s.q_empty[q_place.stage].wait(q_place.phase ^ 1);
       __syncwarp();
       if (lane == 0) {
-        if (is_read) {
+        if (work.count > 0) {
           full.arrive_and_expect(T::kTileQ * sizeof(typename T::Element));
-          load_tile<T::kBlockM, T::kPanels, T::kPanelCols>(p.q, full, cute::TMA::CacheHintSm90::EVICT_FIRST,
-                                                           s.q + q_place.stage * T::kTileQ, item.m_block * T::kBlockM,
-                                                           item.head, item.batch);
+          load_tile<T::kBlockM, T::kPanels, T::kPanelCols>(
+              p.q, full, cute::TMA::CacheHintSm90::EVICT_FIRST, s.q + q_place.stage * T::kTileQ,
+              work.item.m_block * T::kBlockM, work.item.head, work.item.batch);
         } else {
           full.arrive();
         }
@@ -291,8 +289,7 @@ struct GatherProducer {
   }
 
   // Copies each consumer's half of Q as soon as that consumer has released its half of the previous Q.
-  __device__ __forceinline__ void copy_halves_of_q(const FwdItem& item, bool is_read) {
-    if (!is_read) return;
+  __device__ __forceinline__ void copy_halves_of_q(const FwdItem& item) {
     if (warp == 0) {
 #pragma unroll
       for (int half = 0; half < T::kConsumers; ++half) {
@@ -318,11 +315,11 @@ struct GatherProducer {
     return rows;
   }
 
-  // Entries of the list, as loaded, for the rows of a tile that this thread copies (row_of()). In whole tiles a thread
-  // has neighbouring rows, whose entries it loads at once. Otherwise it has every kPassKeys-th row, so that all threads
-  // have a part of the rows that there are.
+  // The keys of the rows of a tile that this thread copies (row_of()): with one team entries of the list as loaded, with
+  // two teams positions. In whole tiles a thread of a single team has neighbouring rows, whose entries it loads at once.
+  // Otherwise it has every kPassKeys-th row, so that all threads have a part of the rows that there are.
   struct Rows {
-    alignas(16) int32_t entry[T::kPasses];
+    alignas(16) int32_t key[T::kPasses];
   };
   template <bool kAtOnce>
   __device__ __forceinline__ int row_of(int i) const {
@@ -330,7 +327,7 @@ struct GatherProducer {
   }
   static __device__ __forceinline__ bool may_read_at_once(const Work& work, int n) {
     const bool is_whole = work.count - n * T::kBlockN >= T::kBlockN;
-    return T::kOverlaps && is_whole && reinterpret_cast<uintptr_t>(work.list + n * T::kBlockN) % 16 == 0;
+    return T::kTeams == 1 && is_whole && reinterpret_cast<uintptr_t>(work.list + n * T::kBlockN) % 16 == 0;
   }
   __device__ __forceinline__ Rows read_rows(const Work& work, int n) const {
     using Vector = cute::conditional_t<T::kPasses % 4 == 0, int4, int2>;
@@ -342,10 +339,10 @@ struct GatherProducer {
     if (may_read_at_once(work, n)) {
       const auto* const from = reinterpret_cast<const Vector*>(list + row_of<true>(0));
 #pragma unroll
-      for (int i = 0; i < T::kPasses / kEntries; ++i) reinterpret_cast<Vector*>(rows.entry)[i] = __ldg(from + i);
+      for (int i = 0; i < T::kPasses / kEntries; ++i) reinterpret_cast<Vector*>(rows.key)[i] = __ldg(from + i);
     } else {
 #pragma unroll
-      for (int i = 0; i < T::kPasses; ++i) rows.entry[i] = row_of<false>(i) < keys ? __ldg(list + row_of<false>(i)) : 0;
+      for (int i = 0; i < T::kPasses; ++i) rows.key[i] = row_of<false>(i) < keys ? __ldg(list + row_of<false>(i)) : 0;
     }
     return rows;
   }
@@ -354,7 +351,7 @@ struct GatherProducer {
   __device__ __forceinline__ Rows share_position(int position) const {
     Rows rows;
 #pragma unroll
-    for (int i = 0; i < T::kPasses; ++i) rows.entry[i] = __shfl_sync(0xffffffffu, position, 4 * i + lane / T::kChunks);
+    for (int i = 0; i < T::kPasses; ++i) rows.key[i] = __shfl_sync(0xffffffffu, position, 4 * i + lane / T::kChunks);
     return rows;
   }
 
@@ -364,16 +361,16 @@ struct GatherProducer {
                                             Barrier* empty, StagePlace& place) {
     const int keys = work.count - n * T::kBlockN;
     const int stage = stage_of(place);
-    wait_until_free(empty[stage], place.phase ^ 1);
+    empty[stage].wait(place.phase ^ 1);
     const uint32_t to = smem_u32(tiles) + stage * T::kTileBytes;
     if (may_read_at_once(work, n)) {
       copy_rows<true, true>(rows, from, row_stride, to, T::kBlockN, T::kBlockN);
-    } else if (!T::kOverlaps && keys >= T::kBlockN) {
+    } else if (T::kTeams > 1 && keys >= T::kBlockN) {
       copy_rows<false, true>(rows, from, row_stride, to, T::kBlockN, T::kBlockN);
     } else {
       copy_rows<false, false>(rows, from, row_stride, to, keys, n > 0 ? T::tile_width(keys) : T::kBlockN);
     }
-    say_when_copied(full[stage]);
+    full[stage].arrive_when_copied();
     place.advance();
   }
   // width: how many rows are computed. The addresses of several rows are worked out before the first copy, in registers
@@ -390,7 +387,7 @@ struct GatherProducer {
       if (i % kAddresses == 0) {
 #pragma unroll
         for (int j = 0; j < kAddresses; ++j) {
-          const uint32_t position = T::kTeams == 1 ? position_of(rows.entry[i + j]) : rows.entry[i + j];
+          const uint32_t position = T::kTeams == 1 ? position_of(rows.key[i + j]) : rows.key[i + j];
           asm volatile("mad.wide.u32 %0, %1, %2, %3;" : "=l"(at[j]) : "r"(position), "r"(row_stride), "l"(from));
         }
       }
@@ -429,39 +426,6 @@ struct GatherProducer {
     }
     __syncwarp();
     if (lane == 0) s.k_full[stage].arrive();
-  }
-
-  // --- telling the consumers that copies have completed ------------------------------------------------------------
-
-  // Usually the copies arrive at the barrier by themselves. With ProxyFence::kProducer a thread has to wait for its
-  // copies and arrives then: after it has started those of the next tile, or when it has nothing else to do.
-  __device__ __forceinline__ void say_when_copied(Barrier& full) {
-    if constexpr (T::kFence == ProxyFence::kProducer) {
-      cute::cp_async_fence();
-      if (unsaid != nullptr) {
-        cute::cp_async_wait<1>();
-        cutlass::arch::fence_view_async_shared();
-        unsaid->arrive();
-      }
-      unsaid = &full;
-    } else {
-      full.arrive_when_copied();
-    }
-  }
-  __device__ __forceinline__ void say_all() {
-    if constexpr (T::kFence == ProxyFence::kProducer) {
-      if (unsaid == nullptr) return;
-      cute::cp_async_wait<0>();
-      cutlass::arch::fence_view_async_shared();
-      unsaid->arrive();
-      unsaid = nullptr;
-    }
-  }
-  __device__ __forceinline__ void wait_until_free(Barrier& empty, int phase) {
-    if constexpr (T::kFence == ProxyFence::kProducer) {
-      if (__any_sync(0xffffffffu, !empty.is_past(phase))) say_all();
-    }
-    empty.wait(phase);
   }
 
   // --- facts of keys -----------------------------------------------------------------------------------------------
@@ -520,8 +484,7 @@ struct GatherProducer {
       facts_place.stage = number % T::kFactStages;
       facts_place.phase = number / T::kFactStages % 2;
     }
-    // wait_until_free(), since the consumers may be waiting for copies whose arrival this thread still has to announce.
-    wait_until_free(s.facts_empty[facts_place.stage], facts_place.phase ^ 1);
+    s.facts_empty[facts_place.stage].wait(facts_place.phase ^ 1);
     if (has_own()) {
       const KeyInterval interval = interval_of(work, facts);
       s.intervals[facts_place.stage][own] = make_uint2(interval.begin, interval.length);

@@ -6,16 +6,8 @@
 
 namespace dmattn::sm90 {
 
-// Who executes the fence between the proxies: K and V are written to shared memory by ordinary threads (the generic
-// proxy) and read by matrix instructions (the async proxy).
-enum class ProxyFence {
-  kNone,      // nobody: common practice, though the PTX manual does not guarantee that it works
-  kConsumer,  // every thread that starts a product, after it has waited for the copies
-  kProducer,  // every thread that copies, after its copies have completed and before it arrives at the barrier
-};
-
-template <class Element, int kHeadDim, bool kBias_, int kBlockN, int kStages, ProxyFence kFence_, bool kShortTail_,
-          int kProducerRegisters_, int kBlocksPerSm = 1, bool kSplit = false>
+template <class Element, int kHeadDim, bool kBias_, int kBlockN, int kStages, int kProducerRegisters_,
+          int kBlocksPerSm = 1, bool kSplit = false>
 struct GatherTraits : FwdTraits<Element, kHeadDim, 2, kBlockN, kStages, ScoreMode::kPlain, kBlocksPerSm, kSplit> {
   using Base = FwdTraits<Element, kHeadDim, 2, kBlockN, kStages, ScoreMode::kPlain, kBlocksPerSm, kSplit>;
   using Arguments = cute::conditional_t<kSplit, SplitFwdArguments<GatherArguments>, GatherArguments>;
@@ -24,17 +16,13 @@ struct GatherTraits : FwdTraits<Element, kHeadDim, 2, kBlockN, kStages, ScoreMod
   // The products add the bias, except where it is too large for that (key_bias.cuh), which is decided for each key.
   static constexpr bool kBiasInProduct = kBias && !Base::kOverlaps;
   using BiasOperands = typename Base::BiasOperands;
-  static constexpr ProxyFence kFence = kFence_;
-  static_assert(!kBiasInProduct || kFence != ProxyFence::kProducer);  // its fence does not cover the bias operands
-  static constexpr bool kShortTail = kShortTail_;                     // the last tile of a list may have 32 or 64 keys
   // The three warpgroups share the registers that the block was launched with: 168 a thread, or 80 where two blocks
   // share an SM. If they asked for more in sum, setmaxnreg would wait forever.
   static constexpr int kProducerRegisters = kProducerRegisters_;
   static constexpr int kConsumerRegisters = (3 * (kBlocksPerSm == 2 ? 80 : 168) - kProducerRegisters) / 16 * 8;
 
-  // Where two thread blocks share an SM, what limits them is the number of instructions. The producer's warps are then
-  // two teams, which copy every other tile each: fewer warps execute those instructions of a tile that do not depend on
-  // the number of rows.
+  // Where two thread blocks share an SM, the producer's warps are two teams, which copy every other tile each: fewer
+  // warps execute those instructions of a tile that do not depend on the number of rows.
   static constexpr int kTeams = Base::kOverlaps ? 1 : 2;
   static constexpr int kTeamWarps = 4 / kTeams, kTeamThreads = 32 * kTeamWarps;
   static_assert(kStages % kTeams == 0);
@@ -45,14 +33,12 @@ struct GatherTraits : FwdTraits<Element, kHeadDim, 2, kBlockN, kStages, ScoreMod
   static constexpr int kTileBytes = Base::kTileK * sizeof(Element);
   static_assert(Base::kPanelCols == 64 && kBlockN % kPassKeys == 0 && kBlockN <= 128);
 
-  // The last tile of a list is computed with tile_width(keys) keys, where `keys` is how many it has.
+  // The last tile of a list may have 32 or 64 keys: it is computed with tile_width(keys) keys, where `keys` is how many
+  // it has.
   static constexpr int kTail = 32, kLongTail = 64 < kBlockN ? 64 : kBlockN;
   static __device__ __forceinline__ int tile_width(int keys) {
-    if constexpr (kShortTail) {
-      if (keys <= kTail) return kTail;
-      if (keys <= kLongTail) return kLongTail;
-    }
-    return kBlockN;
+    if (keys <= kTail) return kTail;
+    return keys <= kLongTail ? kLongTail : kBlockN;
   }
   template <int kKeys>
   using TailMma = decltype(cute::make_tiled_mma(
@@ -81,7 +67,7 @@ struct GatherTraits : FwdTraits<Element, kHeadDim, 2, kBlockN, kStages, ScoreMod
     int32_t index;  // p.items or more: there is no further item
     int32_t count;  // how many entries of the list any row sees
     int32_t full;   // how many of these, the first ones, all rows see
-    FwdItem item;
+    typename Base::Item item;
   };
   struct Shared {
     alignas(1024) Element q[kQStages * Base::kTileQ];  // and the output on its way out

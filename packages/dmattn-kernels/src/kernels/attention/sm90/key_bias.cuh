@@ -101,8 +101,8 @@ __device__ __forceinline__ void start_biased_scores(Mma& mma, const Q& q, const 
 // As OnlineSoftmax::probabilities(), for raw products, but row_max is in natural units, since it is also compared
 // with logits of other tiles. It may be as low as finfo.min, and must not become -inf when multiplied by log2(e): a
 // row for which this tile is hidden would get NaN.
-template <bool kLazy = false, int kFragments>
-__device__ __forceinline__ void take_probabilities_of_products(OnlineSoftmax<1>& softmax,
+template <bool kLazy, int kFragments>
+__device__ __forceinline__ void take_probabilities_of_products(OnlineSoftmax<1, kLazy>& softmax,
                                                                float (&products)[1][kFragments][4], float (&alpha)[2],
                                                                float scale, float scale_log2) {
 #pragma unroll
@@ -114,13 +114,12 @@ __device__ __forceinline__ void take_probabilities_of_products(OnlineSoftmax<1>&
     }
     most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
     most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
-    float max = fmaxf(softmax.row_max[r], most * scale);
-    if constexpr (kLazy) max = OnlineSoftmax<1>::lazy_max(softmax.row_max[r], max, OnlineSoftmax<1>::kSlack);
+    const float max = softmax.settle(r, fmaxf(softmax.row_max[r], most * scale));
     const float used = max == -INFINITY ? 0.f : max;  // nothing kept yet: exp(-inf - 0) = 0, not NaN
     alpha[r] = exp2_approx((softmax.row_max[r] - used) * kLog2e);
     softmax.row_max[r] = max;
     const float sum = OnlineSoftmax<1>::exponentiate(r, products, scale_log2, fmaxf(used * kLog2e, -FLT_MAX));
-    softmax.row_sum[r] = softmax.row_sum[r] * alpha[r] + sum;
+    softmax.add_sum(r, alpha[r], sum, 1.f / kLog2e);
   }
 }
 

@@ -24,9 +24,6 @@ struct Barrier {
   __device__ __forceinline__ void arrive_and_expect(uint32_t bytes) {
     cutlass::arch::ClusterTransactionBarrier::arrive_and_expect_tx(&word, bytes);
   }
-  __device__ __forceinline__ bool is_past(int phase) {
-    return cutlass::arch::ClusterBarrier::test_wait(&word, phase, 1);
-  }
   // Arrives once all that this thread has started to copy by copy_async() has been copied. Counts as one of the
   // arrivals.
   __device__ __forceinline__ void arrive_when_copied() { cutlass::arch::cpasync_barrier_arrive_noinc(&word); }
