@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import faulthandler
 import functools
 import gc
 import json
@@ -37,6 +38,8 @@ from benchmarks.peers import CONTENDERS, Data, calls, make_data, sdpa_here
 from benchmarks.timing import Call, Clock, graphed, host_race, peak_bytes_beside
 
 Row = dict[str, Any]
+
+STUCK_S = 90  # a case that takes so long prints where it is
 
 
 def time_case(case: Case, clock: Clock, device: torch.device, budget_s: float) -> list[Row]:
@@ -240,11 +243,13 @@ def main() -> int:
         if left < 5:
             results["not_run"].append(name_of(case))
             continue
+        faulthandler.dump_traceback_later(STUCK_S)
         rows = time_case(case, clock, device, arguments.budget)
         if beside is not None and case.group not in SWEEPS:
             gc.collect()
             torch.cuda.empty_cache()
             rows += time_beside(case, beside)
+        faulthandler.cancel_dump_traceback_later()
         results["rows"] += rows
         gc.collect()
         torch.cuda.empty_cache()
