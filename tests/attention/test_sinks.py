@@ -112,6 +112,27 @@ def test_minus_infinity_gets_nothing_from_rows_in_front_of_the_first_key() -> No
     assert not found.dsinks[problem.sinks == -math.inf].any()
 
 
+@pytest.mark.parametrize("size", [-3.0, 2.0**20, -(2.0**40), 2.0**66, -(2.0**127)])
+def test_weighs_as_much_as_equal_keys_of_any_size(size: float) -> None:
+    """n keys whose logits are all equal to the sink have a weight of 1 / (n + 1) each."""
+    dtype = target().dtypes[-1]
+    case = Case(9, 70, bias="111k", bias_f32=True, sinks="normal", sinks_f32=True, dtype=dtype)
+    problem = build(case)
+    assert problem.sinks is not None and problem.bias is not None
+    problem = problem.with_(
+        q=torch.zeros_like(problem.q),
+        v=torch.ones_like(problem.v),
+        bias=torch.full_like(problem.bias, size),
+        sinks=torch.full_like(problem.sinks, size),
+    )
+    found = run(problem)
+    want = torch.full_like(found.out, 70 / 71)
+    # What lse lacks of the sum is in float32.
+    tolerance = 4 * max(torch.finfo(found.out.dtype).eps, torch.finfo(torch.float32).eps)
+    torch.testing.assert_close(found.out, want, rtol=tolerance, atol=0)
+    assert found.dsinks is not None and bool(torch.isfinite(found.dsinks).all())
+
+
 def test_is_one_more_key_without_a_value() -> None:
     """The same results as from a call without sinks, with one more key of zeros whose bias is the
     sink."""

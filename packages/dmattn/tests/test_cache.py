@@ -346,7 +346,7 @@ def test_tokens_may_lie_in_the_cache_itself(tokens: int, evict: bool) -> None:
         asked = make(evict)
         decode(asked, sequence(), 0, 30, 5)
         other = asked.clone()
-        queries = asked.v[:, last]
+        queries = (asked.v if seed % 2 else asked.k)[:, last]
         want = other.append_and_attend(queries.clone(), *copies)
         assert torch.equal(asked.append_and_attend(queries, *copies), want)
 
@@ -359,6 +359,7 @@ def test_operators_of_a_draft() -> None:
     opcheck(torch.ops.dmattn.cache_draft, (q, k, v, score, *tensors, 0.3, 0.0))
     _, draft = torch.ops.dmattn.cache_draft(q, k, v, score, *tensors, 0.3, 0.0)
     opcheck(torch.ops.dmattn.cache_commit, (draft, torch.arange(B), *tensors))
+    opcheck(torch.ops.dmattn.cache_seen, (cache.seen,))
 
 
 @pytest.mark.parametrize("evict", [True, False])

@@ -18,7 +18,7 @@ from dmattn.backends.cpu import cache as cpu
 from dmattn.backends.cuda import cache as cuda
 from dmattn.backends.cuda.kernels import serves
 from dmattn.cache_blocks import Block
-from dmattn.cache_calls import append_tokens
+from dmattn.cache_calls import append_tokens, change_cache
 from dmattn.cache_checks import (
     check_cache_device,
     check_cache_head_dim,
@@ -590,11 +590,13 @@ class DynamicMaskCache:
             if query.shape[1] > 1:
                 query, k, v, score = outside_of(cache, query, *new[:3])
                 new = CacheTokens(k, v, score, new.active)
+            else:  # a single token is read before it is written, but the query is read afterwards
+                (query,) = outside_of(cache, query)
             append = cuda.append_to_cache if serves(query) else cpu.append_to_cache
             out = append(new, cache, True, query, scale, softcap)
         else:
-            operands = (query, *new, *self._tensors())
-            out = torch.ops.dmattn.cache_append_and_attend(*operands, scale, softcap)
+            attend = torch.ops.dmattn.cache_append_and_attend
+            out = change_cache(attend, (query, *new), self._tensors(), scale, softcap)
         assert out is not None  # as there is a query
         self._is_empty = False
         return out

@@ -1,5 +1,8 @@
 """Calls of the operators of a cache, which bypass torch's dispatcher where that is possible."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,6 +14,24 @@ from dmattn.cache_state import CacheTensors, CacheTokens, outside_of
 from dmattn.dispatch import is_plain_call
 
 
+def change_cache(
+    operator: Callable[..., Any], tokens: tuple[Any, ...], cache: CacheTensors, *rest: Any
+) -> Any:
+    """Call an operator that changes the tensors of a cache: operator(*tokens, *cache, *rest).
+
+    Compiled code (by the inductor of torch 2.13) computes what a caller has made of `seen`, such as
+    a rotation by positions, when it is needed, which may be after the operator has changed `seen`.
+    So a compiled operator changes a copy, and torch copies it back, which a compiler leaves to the
+    end. It would leave out a copy by torch's own clone().
+    """
+    if not torch.compiler.is_compiling():
+        return operator(*tokens, *cache, *rest)
+    seen = torch.ops.dmattn.cache_seen(cache.seen)
+    found = operator(*tokens, *cache._replace(seen=seen), *rest)
+    cache.seen.copy_(seen)
+    return found
+
+
 def append_tokens(new: CacheTokens, cache: CacheTensors, evict: bool) -> None:
     """dmattn::cache_append: put tokens into all slots, without attention."""
     if is_plain_call(*new):
@@ -20,7 +41,7 @@ def append_tokens(new: CacheTokens, cache: CacheTensors, evict: bool) -> None:
         append = cuda.append_to_cache if serves(new.k) else cpu.append_to_cache
         append(new, cache, evict)
     else:
-        torch.ops.dmattn.cache_append(*new, *cache, evict)
+        change_cache(torch.ops.dmattn.cache_append, new, cache, evict)
 
 
 def draft_tokens(
@@ -45,4 +66,4 @@ def commit_draft(draft: Tensor, count: Tensor, cache: CacheTensors) -> None:
         commit = cuda.commit_draft if serves(draft) else cpu.commit_draft
         commit(draft, count, cache)
     else:
-        torch.ops.dmattn.cache_commit(draft, count, *cache)
+        change_cache(torch.ops.dmattn.cache_commit, (draft, count), cache)

@@ -46,7 +46,7 @@ def outside_of(cache: CacheTensors, *tensors: Tensor) -> list[Tensor]:
     """The tensors, with copies of those that are views of the memory of a cache.
 
     If several tokens are put in one after the other, the first could overwrite memory from which
-    the later ones are still to be read.
+    the later ones are still to be read, and any token memory from which its query is.
     """
     own = {t.untyped_storage().data_ptr() for t in cache}
     return [t.clone() if t.untyped_storage().data_ptr() in own else t for t in tensors]

@@ -50,7 +50,7 @@ def keep_window(problem: Problem, window_size: int, given: Any, is_known: bool =
     if bias.shape[3] != seqlen_k:
         raise ValueError(
             f"attn_bias: got shape {tuple(given.shape)}, wanted (batch|1, nheads|nheads_k|1, "
-            f"seqlen_q|1, {seqlen_k}) or (batch, nheads|nheads_k, {seqlen_k}) with window_size"
+            f"seqlen_q|1, {seqlen_k}) or (batch|1, nheads|nheads_k|1, {seqlen_k}) with window_size"
         )
     has_rows = mask is not None and may_differ_by_row(mask)
     if seqlen_k <= window_size:

@@ -8,7 +8,7 @@ or 1.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -352,7 +352,7 @@ def sliding_window(
     end = torch.arange(reach, key_len + reach, dtype=torch.int32, device=device)
     end = _hide_masked(end.clamp_(max=key_len)[None, None], attn_mask)
     found = _within_reach(end.contiguous(), query_len, reach, window_size)
-    return found if attn_mask is not None else replace(found, is_sliding=True, keeps_own=True)
+    return found if attn_mask is not None else _keeping_own(found, is_sliding=True)
 
 
 def packed_documents(
@@ -439,7 +439,7 @@ def packed_documents(
     # Each key is seen by the row at its own position, if its document ends behind it. Boundaries
     # that the host has not checked may not have that property.
     is_checked = document_ids is not None or longest is not None
-    return found if attn_mask is not None or not is_checked else replace(found, keeps_own=True)
+    return found if attn_mask is not None or not is_checked else _keeping_own(found)
 
 
 def key_only_mask(attn_mask: Tensor, key_len: int) -> Tensor:
@@ -566,6 +566,12 @@ def _listed(
     return KeySelection(
         end, lists.idx, lists.count, lists.full, window_size, True, key_len - query_len
     )
+
+
+def _keeping_own(selection: KeySelection, is_sliding: bool = False) -> KeySelection:
+    """The selection, of which it is known that every row keeps the key at its own position."""
+    s = selection  # dataclasses.replace() cannot be compiled by older releases of torch
+    return KeySelection(*s.lists, s.window_size, s.is_causal, s.first_row, is_sliding, True)
 
 
 def _hide_masked(end: Tensor, attn_mask: Tensor | None) -> Tensor:

@@ -80,7 +80,7 @@ def check_int(name: str, value: Any, least: int | None = None, wanted: str | Non
     # without an upper bound does not allow.
     if not isinstance(value, torch.SymInt) and not torch.compiler.is_compiling():
         if value >= 2**63:
-            raise ValueError(f"{name}: got {describe(value)}, wanted {wanted} below 2**63")
+            raise ValueError(f"{name}: got {describe(value)}, wanted {wanted}, and below 2**63")
         if value < -(2**63):
             raise ValueError(f"{name}: got {describe(value)}, wanted {wanted} of at least -2**63")
     result: int = value

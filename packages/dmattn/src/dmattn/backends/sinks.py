@@ -70,14 +70,17 @@ def backward(
 def _beside_sinks(results: Results, sinks: Tensor) -> Results:
     """The results with sinks from those without; `out` is changed in place."""
     out, lse, rest = results
-    exact = _exact_lse(results)
-    sink = sinks.to(exact.dtype)[:, None]
-    weight = torch.sigmoid(exact - sink).masked_fill_(exact == -math.inf, 0.0)
+    before, rest_before = _exact_lse(results)
+    sink = sinks.to(before.dtype)[:, None]
+    weight = torch.sigmoid((before - sink) + rest_before).masked_fill_(before == -math.inf, 0.0)
     out.mul_(weight.to(lse.dtype).transpose(-1, -2)[..., None])
-    total = torch.logaddexp(exact, sink)
-    lse = total.to(lse.dtype)
+    # The larger of the two, and what the sum of both exponentials adds to it.
+    larger = torch.maximum(before, sink)
+    larger = larger.masked_fill(larger == -math.inf, 0.0)
+    added = torch.logaddexp((before - larger) + rest_before, sink - larger)
+    lse = (larger + added).to(lse.dtype)
     if _has_rest(results):
-        rest = (total - lse).masked_fill_(total == -math.inf, 0.0).float()
+        rest = ((larger - lse) + added).masked_fill_(lse == -math.inf, 0.0).float()
     return Results(out, lse, rest)
 
 
@@ -110,8 +113,8 @@ def _gradient(sinks: Tensor, results: Results, dout: Tensor, dlse: Tensor | None
 def _gradient_of_rows(sinks: Tensor, results: Results, dout: Tensor, dlse: Tensor | None) -> Tensor:
     """The dlogit of the sink in each row, in the shape of lse; 0 in rows with lse = -inf."""
     out, lse, _ = results
-    exact = _exact_lse(results)
-    weight = (sinks.to(exact.dtype)[:, None] - exact).exp_()
+    exact, rest = _exact_lse(results)
+    weight = ((sinks.to(exact.dtype)[:, None] - exact) - rest).exp_()
     dlogit = -(dout.to(lse.dtype) * out).sum(-1).transpose(-1, -2)
     if dlse is not None:
         dlogit += dlse
@@ -123,9 +126,13 @@ def _has_rest(results: Results) -> bool:
     return rest is not None and rest.dim() == results.lse.dim()
 
 
-def _exact_lse(results: Results) -> Tensor:
-    """lse as exactly as it is known: lse + lse_rest in float64 if there is a rest, else lse."""
+def _exact_lse(results: Results) -> tuple[Tensor, Tensor | float]:
+    """lse and lse_rest in float64 if there is a rest, else lse and 0.
+
+    Their sum would be rounded. They are added only after another number has been subtracted from
+    lse: where logits are very large or very negative, the rest alone tells how many keys there are.
+    """
     if not _has_rest(results):
-        return results.lse
+        return results.lse, 0.0
     assert results.lse_rest is not None
-    return results.lse.double() + results.lse_rest
+    return results.lse.double(), results.lse_rest.double()

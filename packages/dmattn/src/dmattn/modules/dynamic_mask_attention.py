@@ -410,11 +410,20 @@ class DynamicMaskAttention(nn.Module):
         batch = cache.k.shape[0] if batch is None else batch
         wanted = (batch, window, self.num_score_heads, self.head_dim)
         found = (cache.k.shape[0], cache.window_size, cache.k.shape[2], cache.k.shape[3])
-        fits = all(n == m for n, m in zip(found, wanted, strict=True)) and self.is_causal
-        if not fits or (self.window_size is None and cache.evict):
+        if not all(n == m for n, m in zip(found, wanted, strict=True)):
             raise ValueError(
                 f"cache: got one of (batch, window_size, nheads_k, head_dim) {found}, wanted "
-                f"{wanted}, as make_cache makes it, and a causal layer"
+                f"{wanted}, as make_cache makes it"
+            )
+        if not self.is_causal:
+            raise ValueError(
+                "cache: got one for a layer with is_causal=False, wanted None: a cache holds keys "
+                "of earlier tokens"
+            )
+        if self.window_size is None and cache.evict:
+            raise ValueError(
+                "cache: got one with evict=True for a layer with window_size=None, which attends "
+                "to all keys; wanted one with evict=False, as make_cache makes it"
             )
         if not torch.compiler.is_compiling():
             cache.check_layer(self)

@@ -5,6 +5,7 @@
     dmattn::cache_draft               what cache_append_and_attend would return, without changing
                                       the entries: a draft
     dmattn::cache_commit              put the first tokens of a draft in
+    dmattn::cache_seen                a copy of `seen`, which a compiler does not take for one
 
 Letters: B batch, T new tokens, H query heads, HK key/value heads, D head dimension. A cache entry
 without a key has score -inf and position -1.
@@ -35,6 +36,7 @@ _DRAFT_SCHEMA = (
     "-> (Tensor, Tensor)"
 )
 _COMMIT_SCHEMA = f"(Tensor draft, Tensor n, {_STATE}) -> ()"
+_SEEN_SCHEMA = "(Tensor seen) -> Tensor"
 
 
 class AppendCall(NamedTuple):
@@ -192,6 +194,11 @@ def _commit_fake(*given: Any, **named: Any) -> None:
     return
 
 
+def _seen(seen: Tensor) -> Tensor:
+    """dmattn::cache_seen for all devices."""
+    return seen.clone()
+
+
 for _name, _schema, _function, _fake in (
     ("dmattn::cache_append", _APPEND_SCHEMA, _append, _append_fake),
     ("dmattn::cache_append_and_attend", _ATTEND_SCHEMA, _attend, _attend_fake),
@@ -199,3 +206,4 @@ for _name, _schema, _function, _fake in (
     ("dmattn::cache_commit", _COMMIT_SCHEMA, _commit, _commit_fake),
 ):
     register(Operator(_name, _schema, by_device(_function, cpu, cuda), _fake))
+register(Operator("dmattn::cache_seen", _SEEN_SCHEMA, _seen, torch.empty_like))

@@ -26,8 +26,9 @@ class CpuBackend(Backend):
             notes.append("packed sequences are computed one after another")
         if problem.mask is not None and has_rows(problem.mask):
             notes.append(
-                "attn_mask has rows of its own: all keys are computed, and hidden afterwards; of "
-                "one that is alike for all rows only the kept keys are"
+                "attn_mask has rows of its own, or a selection became such a mask: all keys are "
+                "computed, and hidden afterwards; of a mask that is alike for all rows only the "
+                "kept keys are"
             )
         return notes
 

@@ -60,8 +60,9 @@ def _masks(problem: Problem) -> list[str]:
         return []
     if has_rows(mask):
         return [
-            "attn_mask has rows of its own: it is packed into bits first, and only tiles of which "
-            "it keeps nothing are skipped; of one that is alike for all rows single keys are"
+            "attn_mask has rows of its own, or a selection became such a mask: it is packed into "
+            "bits first, and only tiles of which it keeps nothing are skipped; of a mask that is "
+            "alike for all rows single keys are"
         ]
     bias = problem.bias
     if problem.packing is None and bias is not None and has_rows(bias) and bias.shape[-1] > 1:

@@ -48,8 +48,9 @@ class FlexBackend(Backend):
                 reasons += limits.refusals(problem)
         if problem.deterministic and problem.bias is not None:
             text = (
-                "deterministic: got True beside attn_bias, wanted False for backend 'flex', which "
-                "adds up the gradient of a bias in no fixed order"
+                "deterministic: got True beside attn_bias, or from "
+                "torch.use_deterministic_algorithms, wanted False for backend 'flex', which adds "
+                "up the gradient of a bias in no fixed order"
             )
             reasons.append(ValueError(text))
         return reasons
