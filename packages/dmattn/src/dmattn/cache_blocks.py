@@ -53,7 +53,8 @@ class Block(NamedTuple):
             order = position.argsort(2)  # entries without a key come first
             if way is not None:  # `joined` then copies the keys in order
                 position, place_held = position.gather(2, order), order.to(torch.int32)
-        keys = joined(before, tensors, held, way, place_held)._replace(position=position)
+        k, v, score, _ = joined(before, tensors, held, way, place_held)
+        keys = Keys(k, v, score, position)
         place, ordered = None, keys.score
         if order is not None and place_held is None:
             last = torch.arange(order.shape[2], keys.k.shape[1], device=order.device)
@@ -94,7 +95,7 @@ class Block(NamedTuple):
             keep = self._prepared(window_size, None, self.way)
             return keep(beside_attention=False)
         at, position, seen, more = self._gathering(window_size)
-        keys = self.keys._replace(position=position)
+        keys = Keys(self.keys.k, self.keys.v, self.keys.score, position)
         return CacheTensors(*gathered(keys, Places(at, None)), seen + more)
 
     def keeping(self, window_size: int, into: CacheTensors) -> Callable[[], None]:

@@ -27,7 +27,7 @@ def change_cache(
     if not torch.compiler.is_compiling():
         return operator(*tokens, *cache, *rest)
     seen = torch.ops.dmattn.cache_seen(cache.seen)
-    found = operator(*tokens, *cache._replace(seen=seen), *rest)
+    found = operator(*tokens, cache.k, cache.v, cache.score, cache.position, seen, *rest)
     cache.seen.copy_(seen)
     return found
 

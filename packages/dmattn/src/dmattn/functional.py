@@ -375,7 +375,7 @@ def _known_problem(
     if state is not None or return_state:
         assert window_size is not None  # as the checks have seen
         stretch = known_stretch(problem, state, window_size)
-        if stretch.needs_keys:
+        if stretch.needs_keys():
             return stretch.with_keys(), stretch
     if window_size is not None:
         problem, _ = keep_window(problem, window_size, attn_bias, is_known=True)
@@ -492,7 +492,7 @@ def _checked_call(
     if is_stretch:
         assert window is not None
         stretch = checked_stretch(problem, state, window, cu_seqlens)
-        if stretch.needs_keys:
+        if stretch.needs_keys():
             return (stretch.with_keys(), ()), stretch
         return keep_window(problem, window, given), stretch
     if window is not None:

@@ -60,7 +60,7 @@ class Stretch(NamedTuple):
     starts: Tensor | None
     way: bool | None
 
-    @property
+    # Methods and no properties, which dynamo of torch 2.9 and older does not see in a named tuple.
     def needs_keys(self) -> bool:
         """Whether its rows may keep other keys than `keep_window` finds for `own` alone."""
         return self.state is not None or self.starts is not None
@@ -73,7 +73,7 @@ class Stretch(NamedTuple):
         problem, state = self.own, self.state
         if problem.q.shape[1] == 0:
             return problem  # no rows, no lists
-        front = self._front
+        front = self._front()
         if state is None:
             keys = _own_keys(problem)
         else:
@@ -95,7 +95,6 @@ class Stretch(NamedTuple):
         fields: tuple[Any, ...] = (problem.q, keys.k, keys.v, None, bias, *others)
         return Problem(*fields)
 
-    @property
     def _front(self) -> int:
         """How many entries `with_keys` puts in front of the stretch; the state's keys are the last.
 
@@ -115,7 +114,7 @@ class Stretch(NamedTuple):
         lists, bias = problem.key_lists, problem.bias
         if not self.way or lists is None or self.own.q.shape[1] == 0:
             return None
-        if self._front > self.window_size:
+        if self._front() > self.window_size:
             return None  # `_kept` has to shift the interval ends first
         assert bias is not None
         keys, dtype = (problem.k, problem.v, bias.squeeze(2)), bias.dtype
@@ -143,7 +142,7 @@ class Stretch(NamedTuple):
         all_in_sight = state is not None and self.starts is None
         places = kept_places(problem.key_lists.end, self.window_size, all_in_sight)
         numbers = counted(self.own.k, self.starts, state)
-        if not self.needs_keys:
+        if not self.needs_keys():
             keys = _own_keys(self.own)
             heads = keys.score.shape[:2]
             at, empty = places
@@ -163,7 +162,7 @@ class Stretch(NamedTuple):
         state, k, v, position, seen = self.state, problem.k, problem.v, None, None
         if state is not None:
             position, seen = state.position, state.seen
-            spare = self._front - self.window_size
+            spare = self._front() - self.window_size
             if spare > 0:
                 k, v = k[:, spare:], v[:, spare:]
                 score, end = score[:, :, spare:], end[:, :, spare:] - spare
