@@ -128,4 +128,6 @@ def test_sharded_by_linear_layer() -> None:
     command = [sys.executable, str(script)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["equal", "equal"]
+    # Older releases of torch print a line of their own for each rank.
+    told = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
+    assert told == ["equal", "equal"]
