@@ -346,9 +346,21 @@ def test_tokens_may_lie_in_the_cache_itself(tokens: int, evict: bool) -> None:
         asked = make(evict)
         decode(asked, sequence(), 0, 30, 5)
         other = asked.clone()
-        queries = (asked.v if seed % 2 else asked.k)[:, last]
+        queries = asked.v[:, last]
         want = other.append_and_attend(queries.clone(), *copies)
         assert torch.equal(asked.append_and_attend(queries, *copies), want)
+
+
+def test_a_query_may_be_the_entry_that_leaves() -> None:
+    cache = make()
+    decode(cache, sequence(), 0, 30, 5)
+    cache.score[:, :, 0] = cache.score.amin() - 1
+    other, query = cache.clone(), cache.k[:, :1]
+    k, v = (torch.randn(B, 1, HK, D) for _ in range(2))
+    new = k, v, torch.full((B, HK, 1), float(cache.score.amax()) + 1)
+    want = other.append_and_attend(query.clone(), *new)
+    assert torch.equal(cache.append_and_attend(query, *new), want)
+    assert torch.equal(cache.k[:, :1], k)
 
 
 def test_operators_of_a_draft() -> None:
@@ -610,6 +622,21 @@ def test_layer_attends_before_it_fills_the_cache(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(torch.OutOfMemoryError):
         attention(x, cache=cache)
     assert cache.is_empty and not cache.seen.any()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        ({"window_size": W, "is_causal": False}, "cache: got one for a layer with is_causal=False"),
+        ({"window_size": None}, "cache: got one with evict=True for a layer with window_size=None"),
+    ],
+)
+def test_layers_that_take_no_such_cache(options: dict[str, Any], message: str) -> None:
+    cache = DynamicMaskAttention(32, 4, 2, window_size=W).make_cache(B)
+    with pytest.raises(ValueError, match=message):
+        DynamicMaskAttention(32, 4, 2, **options)(torch.randn(B, 3, 32), cache=cache)
+    assert cache.is_empty
 
 
 def test_layer_refuses_caches_that_do_not_fit() -> None:

@@ -17,6 +17,8 @@ from dmattn.modules.rotary import rotary_embedding
 
 B, H, HK, D, HIDDEN, W = 2, 4, 2, 8, 32, 6
 START = 10  # tokens in a cache before the first compiled step
+# Compiled code adds up in another order; the largest differences seen were 5e-6.
+ROUNDING = {"rtol": 2e-5, "atol": 2e-5}
 
 
 def layer() -> DynamicMaskAttention:
@@ -31,7 +33,7 @@ def check_steps(
     compiled = torch.compile(step, fullgraph=True)
     for first in (START, START + tokens):
         now = hidden[:, first : first + tokens]
-        torch.testing.assert_close(compiled(now, *caches), step(now, *others), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(compiled(now, *caches), step(now, *others), **ROUNDING)
     for cache, other in zip(caches, others, strict=True):
         for name in ("k", "v", "score", "position", "seen"):
             torch.testing.assert_close(getattr(cache, name), getattr(other, name))
@@ -76,18 +78,17 @@ def test_what_was_computed_from_seen_stays(is_draft: bool) -> None:
         k, v = (torch.randn(B, count, HK, D) for _ in range(2))
         return torch.randn(B, count, H, D), k, v, torch.randn(B, HK, count)
 
-    def step(own: DynamicMaskCache, q: Tensor, *new: Tensor) -> tuple[Tensor, Tensor]:
-        q = q * own.seen[:, None, None, None]
+    def step(own: DynamicMaskCache, q: Tensor, *new: Tensor) -> Tensor:
+        turned = own.seen.float().cos()[:, None, None, None]
         if is_draft:
-            out = own.peek(q, *new)
+            out = own.peek(q * turned, *new)
             own.commit(torch.full((B,), 2, dtype=torch.int32))
         else:
-            out = own.append_and_attend(q, *new)
-        return out, q * 2
+            out = own.append_and_attend(q * turned, *new)
+        return out * turned
 
     cache.append_and_attend(*given(START))
     other, now = copy.deepcopy(cache), given(tokens)
-    found, wanted = torch.compile(step, fullgraph=True)(cache, *now), step(other, *now)
-    for got, want in zip(found, wanted, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    compiled = torch.compile(step, fullgraph=True)
+    torch.testing.assert_close(compiled(cache, *now), step(other, *now), **ROUNDING)
     assert torch.equal(cache.seen, other.seen)

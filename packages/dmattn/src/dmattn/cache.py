@@ -361,7 +361,8 @@ class DynamicMaskCache:
             active = counting(tokens, n.device) < n[:, None]
             if not self.evict and not capturing:
                 self._check_room(tokens, active, None)
-            append_tokens(draft._replace(active=active), self._tensors(), self.evict)
+            new = CacheTokens(draft.k, draft.v, draft.score, active)
+            append_tokens(new, self._tensors(), self.evict)
         self._in_order = False
         self._most_seen += tokens
         self._is_empty = self._is_empty and tokens == 0
@@ -574,7 +575,8 @@ class DynamicMaskCache:
         if active is None:
             active = torch.ones(new.k.shape[:2], dtype=torch.bool, device=new.k.device)
         seen = self.seen if rows is None else self.seen.index_select(0, rows)
-        return new._replace(active=active & (seen[:, None] + active.cumsum(1) <= self.capacity))
+        has_room = seen[:, None] + active.cumsum(1) <= self.capacity
+        return CacheTokens(new.k, new.v, new.score, active & has_room)
 
     def _attend_in_turn(
         self, query: Tensor, new: CacheTokens, scale: float, softcap: float

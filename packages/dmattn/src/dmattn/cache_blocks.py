@@ -54,7 +54,7 @@ class Block(NamedTuple):
             if way is not None:  # `joined` then copies the keys in order
                 position, place_held = position.gather(2, order), order.to(torch.int32)
         k, v, score, _ = joined(before, tensors, held, way, place_held)
-        keys = Keys(k, v, score, position)
+        keys = Keys(k, v, score, position)  # not _replace(), which torch 2.6 does not compile
         place, ordered = None, keys.score
         if order is not None and place_held is None:
             last = torch.arange(order.shape[2], keys.k.shape[1], device=order.device)

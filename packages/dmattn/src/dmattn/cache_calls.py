@@ -19,10 +19,10 @@ def change_cache(
 ) -> Any:
     """Call an operator that changes the tensors of a cache: operator(*tokens, *cache, *rest).
 
-    Compiled code (by the inductor of torch 2.13) computes what a caller has made of `seen`, such as
-    a rotation by positions, when it is needed, which may be after the operator has changed `seen`.
-    So a compiled operator changes a copy, and torch copies it back, which a compiler leaves to the
-    end. It would leave out a copy by torch's own clone().
+    Inductor (seen with torch 2.13) may compute what follows from `seen`, such as a rotation by
+    positions, only where it is used. That may be after the operator, which has changed `seen`. So
+    in compiled code the operator changes a copy, and torch copies it back, which a compiler does at
+    the end. The copy is made by an operator, since inductor leaves out one by `Tensor.clone()`.
     """
     if not torch.compiler.is_compiling():
         return operator(*tokens, *cache, *rest)

@@ -80,9 +80,9 @@ def check_int(name: str, value: Any, least: int | None = None, wanted: str | Non
     # without an upper bound does not allow.
     if not isinstance(value, torch.SymInt) and not torch.compiler.is_compiling():
         if value >= 2**63:
-            raise ValueError(f"{name}: got {describe(value)}, wanted {wanted}, and below 2**63")
+            raise ValueError(f"{name}: got {describe(value)}, wanted less than 2**63: {wanted}")
         if value < -(2**63):
-            raise ValueError(f"{name}: got {describe(value)}, wanted {wanted} of at least -2**63")
+            raise ValueError(f"{name}: got {describe(value)}, wanted at least -2**63: {wanted}")
     result: int = value
     return result
 

@@ -5,7 +5,7 @@
     dmattn::cache_draft               what cache_append_and_attend would return, without changing
                                       the entries: a draft
     dmattn::cache_commit              put the first tokens of a draft in
-    dmattn::cache_seen                a copy of `seen`, which a compiler does not take for one
+    dmattn::cache_seen                a copy of `seen` that a compiler cannot leave out
 
 Letters: B batch, T new tokens, H query heads, HK key/value heads, D head dimension. A cache entry
 without a key has score -inf and position -1.
