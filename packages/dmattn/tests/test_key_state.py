@@ -218,7 +218,7 @@ def some_state() -> KeyState:
         ({"attn_mask": torch.ones(2, 4, 1, 7).bool()}, ValueError, "of 2 heads, wanted 4, as"),
         ({"cu_seqlens": [0, 9, 4]}, ValueError, "boundaries that never fall"),
         ({"cu_seqlens": [0.5]}, TypeError, "cu_seqlens"),
-        ({"cu_seqlens": [-(2**70), 4]}, ValueError, r"cu_seqlens: got .* of at least -2\*\*63"),
+        ({"cu_seqlens": [-(2**70), 4]}, ValueError, r"cu_seqlens: got .* wanted at least -2\*\*63"),
         ({"return_attn_probs": True}, ValueError, "return_attn_probs"),
         ({"return_state": "yes"}, TypeError, "return_state"),
     ],
