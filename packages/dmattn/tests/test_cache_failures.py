@@ -140,6 +140,22 @@ def test_room_is_for_tokens_and_not_for_padding() -> None:
     assert_equal(cache, before)
 
 
+@pytest.mark.parametrize("count", [3, 9])
+def test_compiled_code_leaves_out_what_does_not_fit(count: int) -> None:
+    """It cannot raise, as a CUDA graph cannot. Few tokens and many go in by different ways."""
+    compiled, plain = make(False, capacity=10), make(False, capacity=10)
+    torch._dynamo.reset()
+    step = torch.compile(compiled.append_and_attend, backend="aot_eager", fullgraph=True)
+    fits = torch.ones(B, count, dtype=torch.bool)
+    for done in range(0, 15, count):
+        given = tokens(count)
+        fits[:] = torch.arange(done, done + count) < 10
+        out, wanted = step(*given), plain.append_and_attend(*given, active=fits)
+        torch.testing.assert_close(out[fits], wanted[fits])
+        assert_equal(compiled, plain)
+    assert compiled.seen.tolist() == [10] * B
+
+
 def test_a_padded_prompt_may_be_longer_than_the_capacity() -> None:
     whole = tokens(30)
     real = torch.arange(30).expand(B, -1) % 3 == 0  # ten tokens

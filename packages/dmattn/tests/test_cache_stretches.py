@@ -303,13 +303,14 @@ def test_a_layer_takes_its_prompt_in_chunks_and_in_slots(evict: bool, score_head
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("evict", [True, False])
 @pytest.mark.parametrize("call", ["append_and_attend", "prefill"])
-def test_few_graphs_serve_chunks_of_all_lengths(call: str) -> None:
-    whole, cache, twin = sequence(), make(), make()
+def test_few_graphs_serve_chunks_of_all_lengths(call: str, evict: bool) -> None:
+    whole, cache, twin = sequence(), make(evict), make(evict)
     torch._dynamo.reset()
     counter, skip = CompileCounter(), 1 if call == "prefill" else 0
     compiled = torch.compile(getattr(cache, call), backend=counter, fullgraph=True)
-    for length in (90, 70, 120, 40, 150):
+    for length in (90, 70, 120, 40, 150) if evict else (40, 30, 50, 20, 25):
         tokens = part(whole, 0, length)[skip:]
         compiled(*tokens)
         getattr(twin, call)(*tokens)

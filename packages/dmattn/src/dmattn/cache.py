@@ -274,8 +274,8 @@ class DynamicMaskCache:
 
         Raises:
             TypeError, ValueError: something does not fit the cache, which is then unchanged; one
-                case is more tokens than there is room for without eviction. In a CUDA graph, which
-                cannot raise, tokens that do not fit are left out.
+                case is more tokens than there is room for without eviction. In a CUDA graph and in
+                compiled code, which cannot raise, tokens that do not fit are left out.
             RuntimeError: a gradient would be needed.
         """
         rows = self._check_slots(slots)
@@ -364,7 +364,7 @@ class DynamicMaskCache:
             new = CacheTokens(draft.k, draft.v, draft.score, active)
             append_tokens(new, self._tensors(), self.evict)
         self._in_order = False
-        self._most_seen += tokens
+        self._count(tokens)
         self._is_empty = self._is_empty and tokens == 0
         self._draft = None
 
@@ -535,7 +535,7 @@ class DynamicMaskCache:
             self._write(block.kept(self.window_size), rows)
             if rows is None:
                 self._in_order = True
-        self._most_seen += tokens
+        self._count(tokens)
         self._is_empty = False
         return out
 
@@ -625,13 +625,22 @@ class DynamicMaskCache:
     def _note_capture(self, t: Tensor) -> bool:
         """Whether a CUDA graph captures this call; the cache remembers it if so.
 
-        With eviction compiled calls need not know: they assume no order of the entries.
+        Compiled calls without eviction count as captured: with the host's numbers of tokens in
+        their shapes and checks, there would be a graph for each number. With eviction they need not
+        know: they assume no order of the entries.
         """
-        if self.evict and torch.compiler.is_compiling():
-            return False
-        capturing = t.is_cuda and torch.cuda.is_current_stream_capturing()
-        self._captured |= capturing
+        if torch.compiler.is_compiling():
+            capturing = not self.evict
+        else:
+            capturing = t.is_cuda and torch.cuda.is_current_stream_capturing()
+        if capturing:
+            self._captured = True
         return capturing
+
+    def _count(self, tokens: int) -> None:
+        """Note that so many tokens were offered to each sequence, if that will be asked for."""
+        if not (self.evict or self._captured):
+            self._most_seen += tokens
 
     def _held_length(self) -> int:
         """How many of the entries may hold keys, as far as the host knows."""
@@ -645,7 +654,7 @@ class DynamicMaskCache:
         active = None if new.active is None else new.active[:, now]
         token = CacheTokens(new.k[:, now], new.v[:, now], new.score[:, :, now].detach(), active)
         append_tokens(token, self._tensors(), False)
-        self._most_seen += 1
+        self._count(1)
 
     def _attend_to_best(self, query: Tensor, scale: float, softcap: float) -> Tensor:
         """Attention of one token per sequence, (B, 1, H, D), to the best of all keys held."""
