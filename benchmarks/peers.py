@@ -512,13 +512,42 @@ def flex_softcap(data: Data) -> Tensor:
 
 @functools.cache
 def _blocks(
-    case: Case, kept: Callable[..., Tensor], batch: int | None = None, nheads: int | None = None
+    case: Case, kept: Callable[..., Tensor], batch: int = 1, nheads: int = 1, device: str = "cuda"
 ) -> Any:
-    """FlexAttention's table of blocks, made once for a case; compiled, so without a dense mask."""
-    from torch.nn.attention.flex_attention import create_block_mask
+    """FlexAttention's table of blocks, made once for a case, and without a dense mask.
 
-    make = torch.compile(create_block_mask, dynamic=False)
-    return make(kept, batch, nheads, case.seqlen_q, case.seqlen_k)
+    `create_block_mask` has to be compiled as a whole for that, and the sort at its end then takes
+    minutes in ptxas (seen with torch 2.11). Here only what looks at single keys is compiled.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    lengths = case.seqlen_q, case.seqlen_k
+    count = torch.compile(_kept_in_blocks, dynamic=False)(kept, batch, nheads, *lengths, device)
+    some, every = _listed((count > 0) & (count < TILE * TILE)), _listed(count == TILE * TILE)
+    return BlockMask.from_kv_blocks(
+        *some, *every, BLOCK_SIZE=TILE, mask_mod=kept, seq_lengths=lengths
+    )
+
+
+def _kept_in_blocks(
+    kept: Callable[..., Tensor], batch: int, nheads: int, seqlen_q: int, seqlen_k: int, device: str
+) -> Tensor:
+    """How many pairs of a row and a key each block of 128 x 128 keeps: (B, H, blocks, blocks)."""
+    from torch.nn.attention.flex_attention import create_mask
+
+    def within(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        found = kept(b, h, i.clamp(max=seqlen_q - 1), j.clamp(max=seqlen_k - 1))
+        return found & (i < seqlen_q) & (j < seqlen_k)
+
+    rows, keys = (-(-length // TILE) for length in (seqlen_q, seqlen_k))
+    mask = create_mask(within, batch, nheads, rows * TILE, keys * TILE, device=device)
+    return mask.view(batch, nheads, rows, TILE, keys, TILE).sum((3, 5))
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Of bool (..., blocks) the number of those that are True, and their indices before others."""
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32), order.int()
 
 
 _rules: dict[Case, Callable[..., Tensor]] = {}

@@ -164,16 +164,20 @@ def markdown(results: Row, plots: str | None, models: Row | None = None) -> str:
 def _introduction(results: Row) -> list[str]:
     """Where it was measured, and how to read it."""
     ceilings = results["ceilings"]
+    where, which = f"one {results['gpu']}", "The same chip"
+    if results.get("gpus", 1) > 1:
+        where = f"{results['gpus']} {results['gpu']}s of one machine"
+        which = "Each group of rows is from one of the chips, the slower of which"
     return [
         "# Performance",
         "",
         "<!-- Written by benchmarks/render.py from recorded results: change those instead. -->",
         "",
-        f"Measured on one {results['gpu']} on {results['date']}: torch {results['torch']}, cuDNN "
+        f"Measured on {where} on {results['date']}: torch {results['torch']}, cuDNN "
         f"{results['cudnn']}, dmattn {results['dmattn']} (kernels of the {results['family']} "
         f"family), {results['dtype']}. Medians of CUDA-event timings from a cold L2 cache, "
         "contenders in turn in one run, whole jobs: whatever mask a contender needs is made inside "
-        "its timing, unless its name says otherwise. The same chip "
+        f"its timing, unless its name says otherwise. {which} "
         f"copies {ceilings['copy_tb_s']:.2f} TB/s and multiplies 8192 x 8192 bf16 matrices at "
         f"{ceilings['matmul_tflops']:.0f} TF.",
         "",

@@ -1,7 +1,7 @@
 """Times dmattn and PyTorch's own attention backends on this machine's GPU, in one run.
 
     python benchmarks/run.py [--quick] [--cases WORD ...] [--skip WORD ...] [--json OUT]
-        [--append] [--markdown OUT] [--plots DIR]
+        [--append] [--gpus N] [--compile-ahead N] [--markdown OUT] [--plots DIR]
 
 `--cases "running top-w"` times the selection of keys and what comes with it, `--skip "running
 top-w"` all the rest. Without --json the results go to benchmarks/results/<gpu>.json; with --append
@@ -31,7 +31,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import dmattn
-from benchmarks import render
+from benchmarks import parts, render
 from benchmarks.cases import CASES, SWEEPS, Case
 from benchmarks.compare import Version
 from benchmarks.peers import CONTENDERS, Data, calls, make_data, sdpa_here
@@ -227,14 +227,48 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("no CUDA device: nothing to time", file=sys.stderr)
         return 1
+    chosen, place = choose(arguments), place_of(arguments)
+    if arguments.compile_ahead:
+        parts.compile_ahead(chosen, arguments.compile_ahead)
+    earlier = json.loads(place.read_text()) if arguments.append and place.is_file() else None
+    if arguments.gpus == 1:
+        results = time_all(chosen, not arguments.cases, arguments, place, earlier)
+    else:
+        parts.on_gpus(parts.spread(chosen, arguments.gpus), time_part, arguments, place)
+        found = [part_of(place, index) for index in range(arguments.gpus)]
+        results = parts.join([json.loads(part.read_text()) for part in found])
+        for part in found:
+            part.unlink()
+    show(write(results, earlier, place), arguments)
+    print(f"results: {place}")
+    print(render.targets_text(results))
+    return 0
+
+
+def time_part(index: int, cases: list[int], arguments: argparse.Namespace, place: Path) -> None:
+    """In a process with a GPU of its own: time these of CASES."""
+    parts.use_gpu(index)
+    chosen = [CASES[i] for i in cases]
+    time_all(chosen, index == 0 and not arguments.cases, arguments, part_of(place, index), None)
+
+
+def part_of(place: Path, index: int) -> Path:
+    return place.with_suffix(f".part{index}.json")
+
+
+def time_all(
+    chosen: list[Case],
+    others: bool,
+    arguments: argparse.Namespace,
+    place: Path,
+    earlier: Row | None,
+) -> Row:
+    """Time the cases, and host time and memory if `others`; write what there is after each."""
     start, device = time.monotonic(), torch.device("cuda")
-    chosen = choose(arguments)
     clock = Clock(device)
     results: Row = {**environment(), "ceilings": ceilings(clock, device), "rows": [], "not_run": []}
-    if not arguments.cases:
+    if others:
         results["rows"] += host_time(device) + peak_memory(device)
-    place = place_of(results, arguments)
-    earlier = json.loads(place.read_text()) if arguments.append and place.is_file() else None
     beside = None
     if arguments.beside is not None:
         beside = Version(label=arguments.beside, DMATTN_ARCH=arguments.beside)
@@ -253,18 +287,18 @@ def main() -> int:
         results["rows"] += rows
         gc.collect()
         torch.cuda.empty_cache()
-        print(render.lines_of(rows), flush=True)
-        # If this process is ended later, no case that has been timed is lost.
         results["seconds"] = round(time.monotonic() - start)
+        print(
+            f"{render.lines_of(rows)}\n{done} of {len(chosen)}, {results['seconds']} s", flush=True
+        )
+        # If this process is ended later, no case that has been timed is lost.
         rest = [name_of(other) for other in chosen[done:]]
         write(results | {"not_run": results["not_run"] + rest}, earlier, place)
     if beside is not None:
         beside.close()
     results["seconds"] = round(time.monotonic() - start)
-    show(write(results, earlier, place), arguments)
-    print(f"results: {place}")
-    print(render.targets_text(results))
-    return 0
+    write(results, earlier, place)
+    return results
 
 
 def name_of(case: Case) -> str:
@@ -284,8 +318,8 @@ def choose(arguments: argparse.Namespace) -> list[Case]:
     return chosen
 
 
-def place_of(results: Row, arguments: argparse.Namespace) -> Path:
-    name = results["gpu"].lower().replace("nvidia", "").strip().replace(" ", "-")
+def place_of(arguments: argparse.Namespace) -> Path:
+    name = torch.cuda.get_device_name().lower().replace("nvidia", "").strip().replace(" ", "-")
     return arguments.json or Path(__file__).parent / "results" / f"{name}.json"
 
 
@@ -346,6 +380,16 @@ def parse() -> argparse.Namespace:
         "--beside",
         metavar="ARCHITECTURE",
         help="also time the kernels of this one, such as sm80, in a process of its own",
+    )
+    parser.add_argument(
+        "--compile-ahead",
+        type=int,
+        default=0,
+        metavar="PROCESSES",
+        help="first compile FlexAttention's kernels in so many processes",
+    )
+    parser.add_argument(
+        "--gpus", type=int, default=1, help="spread groups of cases over so many GPUs of one kind"
     )
     parser.add_argument("--json", type=Path, help="where the results go")
     parser.add_argument(

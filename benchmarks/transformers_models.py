@@ -502,19 +502,19 @@ def main() -> int:
     sizes = TINY if arguments.tiny else Sizes()
     bench = Bench(sizes, device, arguments.profile)
     results: Row = {**environment(device), "sizes": dataclasses.asdict(sizes), "rows": []}
+    if arguments.json is None and not arguments.tiny:
+        short = results["gpu"].lower().replace("nvidia", "").strip().replace(" ", "-")
+        arguments.json = Path(__file__).parent / "results" / f"{short}-models.json"
     for name, run in chosen.items():
         begun, rows = time.monotonic(), list[Row]()
         with failures_noted(rows, {"case": name, "shape": "", "contender": ""}):
             rows += run(bench)
         results["rows"] += shown(rows)
         print(f"{name}: {time.monotonic() - begun:.0f} s", flush=True)
-    results["seconds"] = round(time.monotonic() - start)
-    if arguments.json is None and not arguments.tiny:
-        short = results["gpu"].lower().replace("nvidia", "").strip().replace(" ", "-")
-        arguments.json = Path(__file__).parent / "results" / f"{short}-models.json"
-    if arguments.json is not None:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+        results["seconds"] = round(time.monotonic() - start)
+        if arguments.json is not None:  # if this process is ended later, nothing timed is lost
+            arguments.json.parent.mkdir(parents=True, exist_ok=True)
+            arguments.json.write_text(json.dumps(results, indent=1) + "\n")
     print(models_table.text(results))
     return 0
 

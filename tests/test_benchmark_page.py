@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 
-from benchmarks import render, run, summary  # noqa: E402
+from benchmarks import parts, peers, render, run, summary  # noqa: E402
+from benchmarks.cases import CASES, Case  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results"
 
@@ -75,6 +78,43 @@ def test_a_new_run_of_a_group_takes_the_marks_of_its_rows_away() -> None:
     found = run.append(earlier, new)
     assert [x["groups"] for x in found["further_runs"]] == [["key mask: first"], ["decode"]]
     assert found["not_run"] == ["decode: third"]  # "key mask" has its earlier rows
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 3])
+def test_groups_are_spread_over_gpus(gpus: int) -> None:
+    found = parts.spread(CASES, gpus)
+    assert [len(part) > 0 for part in found] == [True] * gpus
+    assert sorted(CASES.index(case) for part in found for case in part) == list(range(len(CASES)))
+    groups = [{case.group for case in part} for part in found]
+    assert sum(map(len, groups)) == len(set().union(*groups))
+
+
+def test_runs_on_several_gpus_become_one() -> None:
+    first, second = recorded(seconds=3), recorded(seconds=5)
+    first["rows"], second["rows"] = first["rows"][2:], second["rows"][:2]
+    second["ceilings"], second["not_run"] = {"copy_tb_s": 0.5, "matmul_tflops": 2.0}, ["decode: x"]
+    found = parts.join([first, second])
+    assert [row["group"] for row in found["rows"]] == ["key mask", "decode", "decode"]
+    assert found["ceilings"] == {"copy_tb_s": 0.5, "matmul_tflops": 1.0}
+    assert (found["not_run"], found["seconds"], found["gpus"]) == (["decode: x"], 5, 2)
+    assert "Measured on 2 xs of one machine" in render.markdown(found, None)
+
+
+def test_the_table_of_blocks_is_that_of_flex_attention() -> None:
+    """Lengths that are not multiples of 128, and a rule that reads a tensor."""
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    end = torch.randint(0, 600, (2, 2, 500), generator=torch.Generator().manual_seed(0))
+
+    def rule(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i >= j) & (i < end[b, h // 2, j])
+
+    case = Case("a group", "a case", (), 2, 500, 500, 4, 2, 64)
+    found = peers._blocks(case, rule, 2, 4, "cpu")
+    padded = torch.nn.functional.pad(end, (0, 12))
+    end = padded  # `create_block_mask` calls the rule with indices beyond the lengths
+    wanted = flex.create_block_mask(rule, 2, 4, 500, 500, device="cpu", BLOCK_SIZE=128)
+    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
 
 
 @pytest.mark.parametrize(
