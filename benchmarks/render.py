@@ -383,7 +383,8 @@ def _plot_curves(axis: Any, rows: list[Row]) -> None:
     axis.set_ylabel("ms", fontsize=9)
     axis.grid(alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(fontsize=8, frameon=False)
+    axis.set_ylim(top=8 * axis.get_ylim()[1])  # room for the legend above the curves
+    axis.legend(fontsize=8, frameon=False, loc="upper left")
 
 
 def _short(extent: int) -> str:
