@@ -184,8 +184,17 @@ def _introduction(results: Row) -> list[str]:
         *READING,
         *_old_cases_words(results),
         "",
-        "Reproduce: `./dev bench`.",
+        f"Reproduce: `{_command(results)}`.",
     ]
+
+
+def _command(results: Row) -> str:
+    """What makes such results on a machine like theirs."""
+    others = (row["contender"].partition("@")[2] for row in results["rows"])
+    beside = [f"--beside {name}" for name in dict.fromkeys(others) if name]
+    gpus = results.get("gpus", 1)
+    options = [*beside, *([f"--gpus {gpus}"] if gpus > 1 else [])]
+    return " ".join(["./dev bench", *(["--", *options] if options else [])])
 
 
 def _host_and_memory(results: Row) -> list[str]:
