@@ -9,7 +9,7 @@ from gpu.sanitizer_launch import Launch
 HOPPER_ODD_ROWS = (
     Launch("dense rows, odd bias, long", 1100, 261, bias="1hqk", causal=True, wants=""),
     Launch("dense rows, odd bias, mask", 133, 327, 2, mask="1hqk", bias="bhqk", wants=""),
-    Launch("dense rows, odd bias, one key", 133, 1, 2, 4, 2, bias="1kqk", wants=""),
+    Launch("dense rows, odd bias, few keys", 133, 3, 2, 4, 2, bias="1kqk", wants=""),
     Launch(
         "dense rows, odd, mask, softcap, bias",
         133,
