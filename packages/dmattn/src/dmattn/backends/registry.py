@@ -34,7 +34,8 @@ def why_unavailable(backend: Backend) -> str | None:
     if torch.compiler.is_compiling():
         from dmattn.backends import constants
 
-        return constants.unavailable(backend.name)
+        reason: str | None = constants.unavailable(backend.name)
+        return reason
     return backend.unavailable()
 
 
