@@ -46,7 +46,7 @@ def fake_gpu() -> Iterator[None]:
         if not HAS_GPU:
             stub = cuda_stub()
             if stub is None:
-                pytest.skip("there is no C++ compiler that makes what torch lacks")
+                pytest.skip("a C++ compiler has to make what torch lacks")
             stub.install()
             contexts.callback(stub.uninstall)
             # Otherwise a thread would serve each GPU, of which torch has counted none.
@@ -64,7 +64,7 @@ def _answer_none(_: Any) -> None:
 
 @functools.cache
 def cuda_stub() -> ctypes.CDLL | None:
-    """The library made of fake_cuda.cpp; None without a C++ compiler that can make it."""
+    """The library made of fake_cuda.cpp; None without a C++ compiler."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         return None
@@ -73,8 +73,8 @@ def cuda_stub() -> ctypes.CDLL | None:
         library = Path(folder) / "fake_cuda.so"
         command = [compiler, "-std=c++20", "-shared", "-fPIC", "-w", source, "-o", library]
         command += [f"-I{torch_path}/include", f"-L{torch_path}/lib", "-lc10", "-ltorch_cpu"]
-        made = subprocess.run(command, capture_output=True, text=True, check=False)
-        return None if made.returncode != 0 else ctypes.CDLL(str(library))
+        subprocess.run(command, check=True)
+        return ctypes.CDLL(str(library))
 
 
 class Graphs:

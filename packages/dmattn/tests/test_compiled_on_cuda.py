@@ -474,6 +474,16 @@ def test_a_compiled_prompt_of_some_slots_is_counted_later(gpu: None) -> None:
     assert cache._held_length() == cache.capacity
 
 
+def test_a_captured_prompt_is_counted_later(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays of a CUDA graph put the prompt in without the host, also into an emptied cache."""
+    cache = make_cache(False)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        cache.prefill(*prompt(50))
+    cache.reset()
+    assert cache._held_length() == cache.capacity
+
+
 # --- the layer ------------------------------------------------------------------------------------
 
 

@@ -231,10 +231,13 @@ class DynamicMaskCache:
             pad(fill.position, free, value=-1),
             seen.to(torch.int32),
         )
+        is_compiling = torch.compiler.is_compiling()
+        if not is_compiling:  # a compiled prompt changes what the host knows in every call
+            self._note_capture(key)
         self._write(content, rows)
         if rows is None:
             self._most_seen, self._in_order = most, True
-        elif torch.compiler.is_compiling():  # the bound before would be a constant of the graph
+        elif is_compiling:  # the bound before would be a constant of the graph
             self._most_seen = self.capacity
         else:
             self._most_seen = max(self._most_seen, most)
