@@ -231,10 +231,16 @@ class DynamicMaskCache:
             pad(fill.position, free, value=-1),
             seen.to(torch.int32),
         )
+        is_compiling = torch.compiler.is_compiling()
+        if not is_compiling:  # a compiled prompt changes what the host knows in every call
+            self._note_capture(key)
         self._write(content, rows)
         if rows is None:
-            self._in_order = True
-        self._most_seen = most if rows is None else max(self._most_seen, most)
+            self._most_seen, self._in_order = most, True
+        elif is_compiling:  # the bound before would be a constant of the graph
+            self._most_seen = self.capacity
+        else:
+            self._most_seen = max(self._most_seen, most)
         self._is_empty = seqlen == 0 and (rows is None or self._is_empty)
 
     def append_and_attend(
@@ -365,7 +371,8 @@ class DynamicMaskCache:
             append_tokens(new, self._tensors(), self.evict)
         self._in_order = False
         self._count(tokens)
-        self._is_empty = self._is_empty and tokens == 0
+        if tokens > 0:  # not asked whether it was empty, on which a compiled graph would depend
+            self._is_empty = False
         self._draft = None
 
     def reorder(self, beam_idx: Tensor, slots: Tensor | None = None) -> None:

@@ -429,7 +429,7 @@ def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Any]:
     if backend is None:
         return flash_dmattn_func
     chosen = registry.named(backend)
-    reason = chosen.unavailable()
+    reason = registry.why_unavailable(chosen)
     if reason is not None:
         raise registry.unusable(chosen, reason)
     return functools.partial(flash_dmattn_func, backend=backend)

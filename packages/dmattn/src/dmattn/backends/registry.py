@@ -26,7 +26,17 @@ def get_available_backends() -> list[str]:
     always; "flex" when this release of torch has the parts of FlexAttention that are needed. "flex"
     is last: without `backend=` it only gets calls that the others refuse.
     """
-    return [backend.name for backend in BACKENDS if backend.unavailable() is None]
+    return [backend.name for backend in BACKENDS if why_unavailable(backend) is None]
+
+
+def why_unavailable(backend: Backend) -> str | None:
+    """`Backend.unavailable`, whose answer is a constant of compiled code."""
+    if torch.compiler.is_compiling():
+        from dmattn.backends import constants
+
+        reason: str | None = constants.unavailable(backend.name)
+        return reason
+    return backend.unavailable()
 
 
 def named(name: str) -> Backend:
