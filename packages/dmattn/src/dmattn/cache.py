@@ -260,8 +260,9 @@ class DynamicMaskCache:
         once: each keeps its best keys among those held and the new ones up to itself, in time and
         memory that grow with entries + T. So a prompt of any length may be put in by chunks.
 
-        The host does not wait for the device, except in one case: without eviction, once the tokens
-        offered so far, inactive ones included, exceed the capacity, it reads `seen`.
+        The host does not wait for the device, except without eviction: once the tokens offered so
+        far, inactive ones included, exceed the capacity, or a captured or compiled call has put
+        tokens in, it reads `seen`.
 
         Args:
             query: (B, T, H, D) in the dtype of the cache, with H a multiple of HK.
