@@ -169,10 +169,11 @@ def _four_dimensions(mask: Tensor, query: Tensor, key: Any) -> Tensor:
     """A mask (B, Sk) as (B, 1, 1, Sk), or a mask (Sq, Sk) as (1, 1, Sq, Sk).
 
     Raises:
-        ValueError: its shape is neither of these, or both of them.
+        ValueError: its shape is neither of these, or both of them; or it is no dense tensor.
     """
     if query.dim() != 4 or not isinstance(key, Tensor) or key.dim() != 4:
         return mask  # query or key is wrong, which a later check reports
+    mask = check_tensor("attn_mask", mask)  # a sparse one cannot get further dimensions
     batch, rows, keys = query.shape[0], query.shape[1], key.shape[1]
     first, last = mask.shape
     if last != keys or not (is_one_or(first, batch) or first == rows):

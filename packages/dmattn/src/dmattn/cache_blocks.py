@@ -161,14 +161,15 @@ class Block(NamedTuple):
         if room is not None and after is not None:
             room = room._replace(seen=torch.empty_like(seen))
         row, end = keys.k.shape[1] - 1, self.lists.end
-        moved = (row, end, None, keys[:3], position, seen, window_size, way, room)
+        parts = (keys.k, keys.v, keys.score)  # older torch cannot compile a slice of a named tuple
+        moved = (row, end, None, parts, position, seen, window_size, way, room)
 
         def keep(beside_attention: bool) -> CacheTensors:
             found = CacheTensors(*keep_keys(*moved, beside_attention))
             if after is None:
                 return found
-            if into is None:
-                return found._replace(seen=after)
+            if into is None:  # not _replace(), which torch 2.6 does not compile
+                return CacheTensors(found.k, found.v, found.score, found.position, after)
             into.seen.copy_(after)
             return into
 

@@ -138,7 +138,8 @@ def _with_heads(t: Tensor, batch: int, heads: int) -> Tensor:
 
 def capacity_for(most: int, seqlen_k: int) -> int:
     """The capacity of lists of at most `most` of `seqlen_k` keys: a multiple of 128 entries."""
-    return whole_blocks(smaller(most, seqlen_k))
+    # Not the minimum of seqlen_k itself, which torch 2.9 cannot estimate if it depends on data.
+    return smaller(whole_blocks(most), whole_blocks(seqlen_k))
 
 
 def whole_blocks(rows: int) -> int:
@@ -153,7 +154,8 @@ def behind_rows(lists: Selection, before: int) -> Selection:
     front, the rows at their positions are no queries, and their lists are dropped here.
     """
     skip = before // BLOCK_ROWS
-    return Selection(lists.end, *(t[:, :, skip:].contiguous() for t in lists[1:]))
+    end, *by_block = lists  # older torch cannot compile a slice of a named tuple
+    return Selection(end, *(t[:, :, skip:].contiguous() for t in by_block))
 
 
 def rows_at(t: Tensor, places: Tensor) -> Tensor:

@@ -148,7 +148,8 @@ class KeyState:
         both = joined(earlier, (later.k, later.v, later.score, None), window_size, way)
         position = torch.cat((self.position, moved.where(later.position >= 0, -1)), 2)
         seen, has_start = self.seen + later.seen, self.has_start | later.has_start
-        best = _best(both._replace(position=position), window_size, way)
+        # Not _replace(), which torch 2.6 does not compile.
+        best = _best(Keys(both.k, both.v, both.score, position), window_size, way)
         return KeyState(*best, seen, has_start)
 
     def detach(self) -> "KeyState":
@@ -235,7 +236,7 @@ def best_of(keys: Keys, window_size: int, starts: Tensor | None) -> KeyState:
         seqlen = keys.k.shape[1]
         last = starts.masked_fill((starts < 0) | (starts >= seqlen), 0).amax()
         before = torch.arange(seqlen, device=keys.k.device) < last
-        keys = keys._replace(score=keys.score.masked_fill(before, -math.inf))
+        keys = Keys(keys.k, keys.v, keys.score.masked_fill(before, -math.inf), keys.position)
     best = _best(keys, window_size, way_without_graph(*keys))
     return KeyState(*best, *counted(keys.k, starts))
 

@@ -471,8 +471,8 @@ def key_only_mask(attn_mask: Tensor, key_len: int) -> Tensor:
             "sequence in one call without state, return_state and cu_seqlens, or choose the keys "
             "of each row with dmattn.top_window_mask"
         )
-    # Not mask[:, :, 0], which older torch cannot do with a sharded DTensor.
-    return mask[:, :, :1].squeeze(2).expand(-1, -1, key_len)
+    # Older torch can do neither mask[:, :, 0] nor mask[:, :, :1] with a sharded DTensor.
+    return mask.narrow(2, 0, 1).squeeze(2).expand(-1, -1, key_len)
 
 
 def may_differ_by_row(mask: Tensor) -> bool:

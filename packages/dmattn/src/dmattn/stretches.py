@@ -91,8 +91,8 @@ class Stretch(NamedTuple):
             lists = select(keys.score.detach(), None, self.window_size, key_len, True, bounds)
             lists = behind_rows(lists, front)
         bias = keys.score[:, :, None]
-        others = problem.with_lists(lists)[_BEHIND_BIAS:]
-        fields: tuple[Any, ...] = (problem.q, keys.k, keys.v, None, bias, *others)
+        listed: tuple[Any, ...] = (*problem.with_lists(lists),)  # as in `Problem.with_lists`
+        fields = (problem.q, keys.k, keys.v, None, bias, *listed[_BEHIND_BIAS:])
         return Problem(*fields)
 
     def _front(self) -> int:
@@ -150,9 +150,9 @@ class Stretch(NamedTuple):
                 at.expand(*heads, -1), None if empty is None else empty.expand(*heads, -1)
             )
             return KeyState(*gathered(keys, places), *numbers)
-        keys = Keys(problem.k, problem.v, bias[:, :, 0], None)
-        if state is not None:
-            keys = keys._replace(position=self._positions(state, keys.k.shape[1]))
+        k, v = problem.k, problem.v
+        position = None if state is None else self._positions(state, k.shape[1])
+        keys = Keys(k, v, bias[:, :, 0], position)
         return KeyState(*gathered(keys, places), *numbers)
 
     def _kept(
