@@ -20,9 +20,6 @@ _TINY = {
     torch.float32: 1e-5,
     torch.float64: 4e-14,
 }
-# Whether torch can trace the minimum or maximum of two symbolic lengths. Older torch compiles for
-# the length that happens to be the smaller while it traces, so other lengths need other graphs.
-TRACES_EXTREMES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 9)
 _LENGTHS = (0, 1, 2, 7, 31, 33, 127, 128, 129)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
+from torch_releases import TRACES_EXTREMES
 
 from dmattn import KeyState, explain, flash_dmattn_func, select_keys
 
@@ -359,6 +360,19 @@ def test_one_graph_of_any_size_with_a_mask() -> None:
         assert torch.equal(compiled(*given).position, state(*given).position)
 
 
+def test_states_are_made_and_merged_in_compiled_code() -> None:
+    def both(given: dict[str, Any], cu_seqlens: Tensor, state: KeyState) -> tuple[KeyState, ...]:
+        key, value, score = given["key"], given["value"], given["attn_bias"]
+        made = KeyState.of(key, value, score, 4, cu_seqlens=cu_seqlens)
+        return made, state.merge(KeyState.of(key, value, score, state.k.shape[1]))
+
+    operands = stretch(9), torch.tensor([0, 3, 7, 9]), some_state()
+    compiled = torch.compile(both, backend="aot_eager", fullgraph=True)
+    for found, wanted in zip(compiled(*operands), both(*operands), strict=True):
+        for name in FIELDS:
+            assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+
+
 def test_compiled_and_checkpointed_calls_take_and_return_states() -> None:
     state, given = some_state(), stretch(7)
     q, k = given["query"].requires_grad_(), given["key"].requires_grad_()
@@ -396,7 +410,7 @@ def test_few_graphs_serve_stretches_of_all_lengths(cu_seqlens: Tensor | None) ->
         torch.testing.assert_close(found_out, out)
         for name in FIELDS:
             assert torch.equal(getattr(found, name), getattr(state, name)), name
-    assert counter.frame_count <= 3
+    assert counter.frame_count <= (3 if TRACES_EXTREMES else 4)
 
 
 def test_half_precision_scores_are_kept_exactly() -> None:

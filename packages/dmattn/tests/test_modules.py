@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_cases import TRACES_EXTREMES
 from torch import Tensor
+from torch_releases import exports_any_length
 
 from dmattn import flash_dmattn_func
 from dmattn.modules import DynamicMaskAttention, apply_rotary, rotary_embedding
@@ -379,7 +379,7 @@ def test_one_graph_for_all_lengths(build: Callable[[], torch.nn.Module]) -> None
     assert graphs == 1
 
 
-@pytest.mark.skipif(not TRACES_EXTREMES, reason="this torch exports one range of lengths")
+@exports_any_length
 @pytest.mark.parametrize("window", [5, None])
 def test_exported_with_a_dynamic_length(window: int | None) -> None:
     layer = make_layer(window_size=window)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch_releases import needs_2_9
 
 from dmattn.modules import DynamicMaskAttention
 
@@ -122,6 +123,7 @@ def test_dynamic_quantization() -> None:
         assert torch.isfinite(quantized(x, cache=cache)).all()
 
 
+@needs_2_9("has no fully_shard for the CPU")
 def test_sharded_by_linear_layer() -> None:
     """FSDP2 over two processes, each linear layer a unit of its own: see the script."""
     script = Path(__file__).with_name("sharded_layer.py")

@@ -9,11 +9,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from attention_cases import TRACES_EXTREMES, Case, random_case
+from attention_cases import Case, random_case
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
+from torch_releases import TRACES_EXTREMES
 
 import dmattn
 from dmattn import (
@@ -368,4 +369,6 @@ def test_dtensors_are_split_by_batch_and_by_heads() -> None:
         [sys.executable, str(script)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["equal"] * 4
+    # Older releases of torch print a line of their own for each rank.
+    told = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
+    assert told == ["equal"] * 4

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import TRACES_EXTREMES
 from torch import Tensor, nn
 from torch.export import Dim
+from torch_releases import exports_any_length
 
 from dmattn import (
     KeySelection,
@@ -98,7 +98,7 @@ class Lengths(nn.Module):
         return *ends, create_mask(bias, None, 1, length, length, 16)
 
 
-@pytest.mark.skipif(not TRACES_EXTREMES, reason="this torch exports one range of lengths")
+@exports_any_length
 def test_lengths_are_exported_without_an_upper_bound() -> None:
     def inputs(length: int) -> tuple[Tensor, Tensor]:
         return torch.randn(1, length, 2, 8), torch.randn(1, 2, 1, length)
@@ -113,7 +113,7 @@ def test_lengths_are_exported_without_an_upper_bound() -> None:
             assert torch.equal(found, wanted)
 
 
-@pytest.mark.skipif(not TRACES_EXTREMES, reason="this torch exports one range of lengths")
+@exports_any_length
 @pytest.mark.parametrize("traced", [20, 300])
 def test_export_for_all_lengths(traced: int) -> None:
     def inputs(length: int) -> tuple[Tensor, Tensor]:

@@ -15,12 +15,12 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+from torch_releases import TORCH
 
 from dmattn import DynamicMaskAttention, flash_dmattn_func, flash_dmattn_varlen_func, select_keys
 from dmattn.backends.cpu import CpuBackend, attention
 from dmattn.problem import Problem, Results
 
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 BOUNDS = torch.tensor([0, 7, 7, 20], dtype=torch.int32)
 
 
