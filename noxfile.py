@@ -42,8 +42,14 @@ WHEEL_INDEX = ROOT / "build" / "check_wheels"
 CPP_SUFFIXES = {".h", ".hpp", ".cpp", ".cu", ".cuh"}
 
 # Versions of torch that are tested in addition to the pinned one, each in a session of its own: the
-# oldest that dmattn allows, one in between, and whatever is newest on the day of the run.
-OTHER_TORCHES = {"2.6": "2.6.0", "2.9": "2.9.1", "newest": None}
+# oldest that dmattn allows, one in between, and whatever is newest on the day of the run (None). An
+# older torch comes with the release of triton that belongs to it, and with the last NumPy that goes
+# with the interpreter of that triton; these versions take the place of those in constraints.txt.
+OTHER_TORCHES: dict[str, dict[str, str] | None] = {
+    "2.6": {"torch": "2.6.0", "triton": "3.2.0", "numpy": "2.3.5"},
+    "2.9": {"torch": "2.9.1", "triton": "3.5.1", "numpy": "2.3.5"},
+    "newest": None,
+}
 
 # Idle OpenMP threads wait by sleeping. By default they spin, and so take the cores from the threads
 # that work as soon as anything else runs on the machine.
@@ -103,8 +109,16 @@ def nvcc_release(nvcc: str) -> tuple[int, int]:
 # --------------------------------------------------------------------------- what to install
 
 
-def install(session: nox.Session, *arguments: str) -> None:
-    session.install("--disable-pip-version-check", "-c", "constraints.txt", *arguments)
+def install(session: nox.Session, *arguments: str, versions: dict[str, str] | None = None) -> None:
+    """Install packages in the versions of constraints.txt, or in those of `versions`, if named."""
+    constraints = "constraints.txt"
+    if versions:
+        pinned = (ROOT / constraints).read_text().splitlines()
+        lines = [line for line in pinned if line.partition("==")[0] not in versions]
+        lines += [f"{name}=={version}" for name, version in versions.items()]
+        constraints = str(Path(session.virtualenv.location, "constraints.txt"))
+        Path(constraints).write_text("\n".join(lines) + "\n")
+    session.install("--disable-pip-version-check", "-c", constraints, *arguments)
 
 
 def install_dmattn(session: nox.Session) -> None:
@@ -367,16 +381,23 @@ def tests(session: nox.Session) -> None:
     """Everything that can be tested without a GPU and without compiling CUDA."""
     compile_no_bytecode(session)
     install_cpu_torch(session)
-    if sys.platform == "linux":  # triton has no wheels for other systems
-        install(session, "triton")  # not in run_tests(): other versions of torch need other ones
+    install_triton(session)
     run_tests(session)
     warn_if_report_is_stale(session)
 
 
-def run_tests(session: nox.Session) -> None:
-    """Run the tests on the CPU with the session's torch, in one process for each core."""
-    install(session, "hypothesis", "matplotlib", "nox", "numpy", "pytest", "pytest-xdist")
-    install(session, "pyyaml", "tqdm", "transformers")
+def install_triton(session: nox.Session, versions: dict[str, str] | None = None) -> None:
+    if sys.platform == "linux":  # triton has no wheels for other systems
+        install(session, "triton", versions=versions)
+
+
+def run_tests(session: nox.Session, versions: dict[str, str] | None = None) -> None:
+    """Run the tests on the CPU with the session's torch, in one process for each core.
+
+    versions: those of packages that take the place of the ones in constraints.txt.
+    """
+    packages = ["hypothesis", "matplotlib", "nox", "numpy", "pytest", "pytest-xdist"]
+    install(session, *packages, "pyyaml", "tqdm", "transformers", versions=versions)
     install_dmattn(session)
     session.log(f"testing with torch {installed_torch(session)}")
     # The longest tests come first: at the end they would keep one process busy and leave the others
@@ -388,21 +409,22 @@ def run_tests(session: nox.Session) -> None:
     )
 
 
-def add_torch_session(name: str, version: str | None) -> None:
+def add_torch_session(name: str, versions: dict[str, str] | None) -> None:
     @nox.session(name=f"tests-torch-{name}")
     def tests_with_torch(session: nox.Session) -> None:
-        if version is None:
+        if versions is None:
             install_newest_torch(session)
         else:
-            install_cpu_torch(session, version)
-        run_tests(session)
+            install_cpu_torch(session, versions["torch"])
+            install_triton(session, versions)
+        run_tests(session, versions)
 
-    which = "the newest torch" if version is None else f"torch {version}"
+    which = "the newest torch" if versions is None else f"torch {versions['torch']}"
     tests_with_torch.__doc__ = f"The tests on the CPU, with {which} in place of the pinned one."
 
 
-for torch_name, torch_version in OTHER_TORCHES.items():
-    add_torch_session(torch_name, torch_version)
+for torch_name, torch_versions in OTHER_TORCHES.items():
+    add_torch_session(torch_name, torch_versions)
 
 
 @nox.session
