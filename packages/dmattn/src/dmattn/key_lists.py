@@ -70,7 +70,7 @@ def larger(a: int, b: int) -> int:
 
 def num_blocks(seqlen_q: int, is_causal: bool) -> int:
     """How many lists `seqlen_q` rows need: one per block of rows, or one in all if not causal."""
-    return (seqlen_q + BLOCK_ROWS - 1) // BLOCK_ROWS if is_causal else 1
+    return _blocks(seqlen_q) if is_causal else 1
 
 
 def num_lists(seqlen_q: int, is_causal: bool) -> int:
@@ -139,12 +139,17 @@ def _with_heads(t: Tensor, batch: int, heads: int) -> Tensor:
 def capacity_for(most: int, seqlen_k: int) -> int:
     """The capacity of lists of at most `most` of `seqlen_k` keys: a multiple of 128 entries."""
     # Not the minimum of seqlen_k itself, which torch 2.9 cannot estimate if it depends on data.
-    return smaller(whole_blocks(most), whole_blocks(seqlen_k))
+    return smaller(_blocks(most), _blocks(seqlen_k)) * BLOCK_ROWS
 
 
 def whole_blocks(rows: int) -> int:
     """`rows`, rounded up to a multiple of `BLOCK_ROWS`."""
-    return (rows + BLOCK_ROWS - 1) // BLOCK_ROWS * BLOCK_ROWS
+    return _blocks(rows) * BLOCK_ROWS
+
+
+def _blocks(rows: int) -> int:
+    """How many blocks of `BLOCK_ROWS` hold `rows`."""
+    return (rows + BLOCK_ROWS - 1) // BLOCK_ROWS
 
 
 def behind_rows(lists: Selection, before: int) -> Selection:
