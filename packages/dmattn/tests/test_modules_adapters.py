@@ -130,6 +130,5 @@ def test_sharded_by_linear_layer() -> None:
     command = [sys.executable, str(script)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    # Older releases of torch print a line of their own for each rank.
-    told = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
-    assert told == ["equal", "equal"]
+    # Older releases of torch print lines of their own, and those of two ranks may be mixed up.
+    assert done.stdout.count("equal") == 2
