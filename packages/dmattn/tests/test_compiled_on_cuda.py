@@ -14,6 +14,7 @@ import pytest
 import torch
 from fake_cuda import check_graphs, fake_gpu
 from torch import Tensor
+from torch_releases import TORCH
 
 from dmattn import (
     DynamicMaskAttention,
@@ -34,7 +35,6 @@ from dmattn import (
 from dmattn.integrations.flash_dynamic_mask_attention import flash_dynamic_mask_attention_forward
 from dmattn.utils.padding import index_first_axis, pad_input
 
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 pytestmark = pytest.mark.skipif(TORCH < (2, 13), reason="tried with fake tensors of torch 2.13")
 
 B, H, HK, D, W = 2, 4, 2, 64, 64
