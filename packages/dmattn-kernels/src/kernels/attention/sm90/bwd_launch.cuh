@@ -376,7 +376,9 @@ cudaError_t launch_bwd(const KernelChoice& choice, const BwdParams& p, cudaStrea
       return go_in(p.dq_semaphore != nullptr, cute::C<BwdVariant::kPackedOrdered>{}, cute::C<BwdVariant::kPacked>{});
     }
     if (p.bias.kind == BiasKind::kKey) {
-      return go_in(p.deterministic, cute::C<BwdVariant::kKeyBiasOrdered>{}, cute::C<BwdVariant::kKeyBias>{});
+      if (p.deterministic) return go(cute::C<BwdVariant::kKeyBiasOrdered>{});
+      if (p.mask.bits != nullptr || p.window > 0) return go(cute::C<BwdVariant::kMaskedKeyBias>{});
+      return go(cute::C<BwdVariant::kKeyBias>{});
     }
     if (p.bias.kind != BiasKind::kNone) {
       const bool is_wide = p.bias.kind == BiasKind::kDirect;

@@ -34,7 +34,8 @@ enum class BwdVariant {
   kDenseBias,  // a 16-bit bias for each row and key, and its gradient, also beside a mask or a window. For wide heads
                // the bias may be fp32.
   kWideBias,   // an fp32 bias for each row and key, and its gradient
-  kKeyBias,    // a bias for each key, and its gradient, also beside a mask or a window
+  kKeyBias,    // a bias for each key, and its gradient, without mask and window
+  kMaskedKeyBias,  // the same beside a mask or a window
   kLists,      // lists of keys
   kBiasLists,  // lists of keys with a bias for each key, and its gradient
   kOrderedLists,  // as kLists, with all sums in a fixed order
@@ -121,7 +122,9 @@ struct BwdTraits {
   static constexpr int kHeadDim = kHeadDim_, kTileDim = kHeadDim;
   static constexpr int kConsumers = 2, kCluster = 1;
   static constexpr bool kListBias = kVariant == BwdVariant::kBiasLists || kVariant == BwdVariant::kOrderedBiasLists;
-  static constexpr bool kOwnKeyBias = kVariant == BwdVariant::kKeyBias || kVariant == BwdVariant::kKeyBiasOrdered;
+  static constexpr bool kMaskedKeyBias =
+      kVariant == BwdVariant::kMaskedKeyBias || kVariant == BwdVariant::kKeyBiasOrdered;
+  static constexpr bool kOwnKeyBias = kMaskedKeyBias || kVariant == BwdVariant::kKeyBias;
   static constexpr bool kKeyBias = kListBias || kOwnKeyBias;
   static constexpr bool kWideBias = kVariant == BwdVariant::kWideBias || kVariant == BwdVariant::kWideBiasRows ||
                                     kVariant == BwdVariant::kWideBiasOrdered;
@@ -136,7 +139,7 @@ struct BwdTraits {
   // The producer announces each step (RowTile). Beside an fp32 bias there is no room for tiles of a mask: a mask is
   // then the same for all rows, and consumers read it from memory (HiddenKeys).
   static constexpr bool kMasked = kVariant == BwdVariant::kMask || kVariant == BwdVariant::kMaskOrdered ||
-                                  kVariant == BwdVariant::kFewKeysMask || kNarrowBias || kOwnKeyBias;
+                                  kVariant == BwdVariant::kFewKeysMask || kNarrowBias || kMaskedKeyBias;
   static constexpr bool kWindows = kMasked && kVariant != BwdVariant::kFewKeysMask;  // rows may see a window of keys
   static constexpr bool kBias = kKeyBias || kDenseBias;
   static constexpr bool kGathered =
@@ -146,7 +149,7 @@ struct BwdTraits {
   static constexpr bool kFewKeys = kVariant == BwdVariant::kFewKeys || kVariant == BwdVariant::kFewKeysMask;
   // Items may be numbered in pairs: see find_mirrored_item().
   static constexpr bool kMirrors = kVariant == BwdVariant::kPlain || kVariant == BwdVariant::kPacked;
-  static constexpr BwdTile kTile = sm90_bwd_tile(kHeadDim, kGathered, kBias, kMasked || kPacked || kFewKeys);
+  static constexpr BwdTile kTile = sm90_bwd_tile(kHeadDim, kGathered, kDenseBias || kMaskedKeyBias, kMasked || kPacked || kFewKeys);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;  // query rows; keys, 64 for each consumer
   static constexpr int kOwnKeys = kBlockN;                                // keys that TMA copies in one piece
   static_assert(kBlockN == 64 * kConsumers && kTile.warps == 4 * kConsumers && kTile.warps_m_dq == 4);
