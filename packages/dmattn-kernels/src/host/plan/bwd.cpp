@@ -140,7 +140,8 @@ void use_kernels(BwdPlan& plan, const KernelSet& kernels, const Device& device) 
   BwdParams& kernel = plan.kernel;
   const bool has_bias = kernel.bias.kind != BiasKind::kNone;
   const auto tile_with = [&](bool in_64_rows) {
-    return kernels.bwd_tile(plan.unit.head_dim_tile, plan.unit.gathered, has_bias, in_64_rows);
+    const bool has_own_tile = has_bias && !has_key_bias_alone(plan);
+    return kernels.bwd_tile(plan.unit.head_dim_tile, plan.unit.gathered, has_own_tile, in_64_rows);
   };
   plan.stores_dq = may_store_dq(plan, tile_with(/*in_64_rows=*/true));
   const BwdTile& tile = plan.tile = plan.choice.bwd_tile =

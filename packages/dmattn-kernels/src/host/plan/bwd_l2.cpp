@@ -44,8 +44,9 @@ bool suits_turns(const BwdPlan& plan, const BwdRound& round) {
 bool suits_mirrored_items(const BwdPlan& plan, const BwdRound& round, const Device& device) {
   const BwdParams& p = plan.kernel;
   const Level level = plan.choice.level;
-  const bool may_mirror = plan.resident_blocks > 0 && (level == Level::kPlain || level == Level::kPacked) &&
-                          plan.tile.cluster == 1 && p.is_causal && p.window == 0 && round.groups > 1;
+  const bool has_kernel = level == Level::kPlain || level == Level::kPacked || has_key_bias_alone(plan);
+  const bool may_mirror = plan.resident_blocks > 0 && has_kernel && plan.tile.cluster == 1 && p.is_causal &&
+                          p.window == 0 && round.groups > 1;
   if (p.packing.rows_q(p.seqlen_q) < p.packing.rows_k(p.seqlen_k)) return false;  // all rows see the first tiles
   if (!may_mirror || !leaves_l2(plan)) return false;
   const int64_t blocks = device.num_sms;

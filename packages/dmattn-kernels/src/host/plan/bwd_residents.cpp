@@ -17,6 +17,12 @@ bool have_same_mask(const BwdPlan& plan) {
 
 bool hides_keys(const BwdPlan& plan) { return has_mask(plan.mask) || plan.kernel.window > 0; }
 
+bool has_key_bias_alone(const BwdPlan& plan) {
+  const BwdParams& p = plan.kernel;
+  return plan.resident_blocks > 0 && plan.unit.head_dim_tile <= 128 && p.bias.kind == BiasKind::kKey &&
+         !hides_keys(plan) && !p.deterministic;
+}
+
 bool may_order_dbias(const BwdPlan& plan) { return plan.unit.head_dim_tile <= 128 && have_same_mask(plan); }
 
 namespace {

@@ -148,7 +148,8 @@ struct BwdTraits {
                                   kVariant == BwdVariant::kPackedSoftcap;
   static constexpr bool kFewKeys = kVariant == BwdVariant::kFewKeys || kVariant == BwdVariant::kFewKeysMask;
   // Items may be numbered in pairs: see find_mirrored_item().
-  static constexpr bool kMirrors = kVariant == BwdVariant::kPlain || kVariant == BwdVariant::kPacked;
+  static constexpr bool kMirrors =
+      kVariant == BwdVariant::kPlain || kVariant == BwdVariant::kPacked || kVariant == BwdVariant::kKeyBias;
   static constexpr BwdTile kTile = sm90_bwd_tile(kHeadDim, kGathered, kDenseBias || kMaskedKeyBias, kMasked || kPacked || kFewKeys);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;  // query rows; keys, 64 for each consumer
   static constexpr int kOwnKeys = kBlockN;                                // keys that TMA copies in one piece
