@@ -198,7 +198,7 @@ struct ScoreChanges {
   // The first numbers of the bias, read at the same time, as many as there are registers for. An entry has 16 bytes
   // of a bias for each key, or the 16-bit numbers of two fragments. kAny reads nothing ahead.
   static constexpr bool kReadsBiasAhead =
-      (T::kMode == ScoreMode::kKeyBias && !T::kBiasInProduct) || T::kMode == ScoreMode::kTileBias || T::kHasBoxedBias;
+      T::kMode == ScoreMode::kMaskedKeyBias || T::kMode == ScoreMode::kTileBias || T::kHasBoxedBias;
   static constexpr int kAhead = kReadsBiasAhead ? (T::kConsumers == 2 ? 4 : 1) : 0;
   uint32_t ahead[kAhead + 1][4];
   // How many entries of an fp32 bias are read ahead. At head_dim 64 and 192 this made calls take up to 1.1 times as
@@ -287,7 +287,7 @@ struct ScoreChanges {
     }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      if constexpr (T::kMode == ScoreMode::kKeyBias) {
+      if constexpr (T::kMode == ScoreMode::kMaskedKeyBias) {
         read_key_bias(ahead[i], i, place.stage);
       } else {
         read_narrow_bias(ahead[i], i);

@@ -495,7 +495,7 @@ struct FwdConsumer {
       };
       const auto to_probabilities = [&] {
         changes.change(scores, tile);
-        if constexpr (T::kMode == ScoreMode::kTileBias || T::kMode == ScoreMode::kKeyBias || T::kHasBoxedBias) {
+        if constexpr (T::kMode == ScoreMode::kTileBias || T::kMode == ScoreMode::kMaskedKeyBias || T::kHasBoxedBias) {
           softmax.probabilities_of_logits(scores, keep);
         } else {
           softmax.template probabilities<!T::kLogits>(scores, keep, scale_log2);

@@ -204,6 +204,11 @@ cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStrea
     const auto go_general = [&](auto mode, auto is_tall) {
       return go_general_in(mode, cute::Int<kHeadDimTile>{}, is_tall);
     };
+    const auto go_whole = [&](auto mode) {  // no kernel with a share of the keys
+      constexpr Sm90FwdTile kTile = sm90_general_fwd_tile(kHeadDimTile);
+      return sm90::launch_fwd_mode<Element, kHeadDimTile, decltype(mode)::value, kTile.consumers, kTile.block_n,
+                                   kTile.stages, kTile.blocks_per_sm, /*kMaySplit=*/false>(choice, p, stream);
+    };
     if (has_plain_window(p)) return go_general(cute::C<sm90::ScoreMode::kWindow>{}, cute::false_type{});
     if (has_plain_softcap(p)) {
       if (p.packing.is_active()) return go_general(cute::C<sm90::ScoreMode::kPackedSoftcap>{}, cute::false_type{});
@@ -221,7 +226,15 @@ cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStrea
         if (is_simple && p.bias.kind == BiasKind::kNone) {
           return go_general(cute::C<sm90::ScoreMode::kMask>{}, cute::false_type{});
         }
-        if (is_simple && p.bias.kind == BiasKind::kKey) return go_biased(cute::C<sm90::ScoreMode::kKeyBias>{});
+        if (is_simple && p.bias.kind == BiasKind::kKey) {
+          constexpr auto kAlone = cute::C<sm90::ScoreMode::kKeyBias>{};
+          if constexpr (kHeadDimTile == 64) {
+            if (sm90_general_fwd_is_tall(p, p.num_splits)) return go_general(kAlone, cute::true_type{});
+          } else {
+            if (p.num_splits <= 1 && !p.has_mask && p.window == 0) return go_whole(kAlone);
+          }
+          return go_general(cute::C<sm90::ScoreMode::kMaskedKeyBias>{}, cute::false_type{});
+        }
         if (is_simple && sm90::has_unaligned_bias(p)) return go_biased(cute::C<sm90::ScoreMode::kUnalignedBias>{});
         if (is_simple) return go_biased(cute::C<sm90::ScoreMode::kTileBias>{});
       } else {
@@ -230,7 +243,7 @@ cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStrea
           return go_general(mode, cute::false_type{});
         };
         if (is_simple && p.bias.kind == BiasKind::kNone) return go_wide(cute::C<sm90::ScoreMode::kMask>{});
-        if (is_simple && p.bias.kind == BiasKind::kKey) return go_wide(cute::C<sm90::ScoreMode::kKeyBias>{});
+        if (is_simple && p.bias.kind == BiasKind::kKey) return go_wide(cute::C<sm90::ScoreMode::kMaskedKeyBias>{});
         if (is_simple) return go_wide(cute::C<sm90::ScoreMode::kTileBias>{});
       }
       return go_general(cute::C<sm90::ScoreMode::kAny>{}, cute::false_type{});

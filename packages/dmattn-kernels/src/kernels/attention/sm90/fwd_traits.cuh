@@ -19,7 +19,8 @@ enum class ScoreMode {
   kPlain,          // nothing
   kMask,           // a dense mask
   kTileBias,       // a bias for each row and key, and a mask if there is one
-  kKeyBias,        // a bias for each key, and a mask or a window if there is one
+  kKeyBias,        // a bias for each key and nothing else, up to head_dim 128
+  kMaskedKeyBias,  // a bias for each key, and a mask or a window if there is one
   kAny,            // all of these, also beside softcap or with a scale that is not positive
   kWindow,         // nothing, but rows see a window of keys
   kPacked,         // nothing, over packed sequences
@@ -80,19 +81,19 @@ struct FwdTraits {
   static_assert(!kSplit || may_split_keys(kMode));
   static constexpr bool kHasBoxedBias = kMode == ScoreMode::kUnalignedBias;
   static constexpr bool kHasTileBias = kMode == ScoreMode::kTileBias || kMode == ScoreMode::kAny || kHasBoxedBias;
-  static constexpr bool kHasKeyBias = kMode == ScoreMode::kKeyBias || kMode == ScoreMode::kAny;
+  static constexpr bool kBiasInProduct = kMode == ScoreMode::kKeyBias;  // see key_bias.cuh
+  static constexpr bool kHasKeyBias =
+      kBiasInProduct || kMode == ScoreMode::kMaskedKeyBias || kMode == ScoreMode::kAny;
   // Three consumers have neither a mask nor an fp32 bias: see sm90_general_fwd_is_tall().
-  static constexpr bool kHasMask = kGeneral && kConsumers_ == 2, kHasWideBias = kConsumers_ == 2 && !kHasBoxedBias;
+  static constexpr bool kHasMask = kGeneral && kConsumers_ == 2 && !kBiasInProduct, kHasWideBias = kConsumers_ == 2 && !kHasBoxedBias;
   // The softmax is given logits; otherwise raw products.
   static constexpr bool kLogits = kHasTileBias || kHasKeyBias;
   // kTileBias and kAny would spill more registers if they had windows.
   static constexpr Windows kWindows =
       kMode == ScoreMode::kWindow                                                          ? Windows::kAlways
       : kSplit                                                                             ? Windows::kNever
-      : kMode == ScoreMode::kSoftcap || (kMode == ScoreMode::kKeyBias && kConsumers_ == 2) ? Windows::kMaybe
+      : kMode == ScoreMode::kSoftcap || kMode == ScoreMode::kMaskedKeyBias ? Windows::kMaybe
                                                                                            : Windows::kNever;
-  // The products add the bias for each key: see key_bias.cuh.
-  static constexpr bool kBiasInProduct = kMode == ScoreMode::kKeyBias && kConsumers_ == 3;
   using GeneralArguments = cute::conditional_t<kHasBoxedBias, UnalignedBiasFwdArguments, GeneralFwdArguments>;
   using WholeArguments = cute::conditional_t<kPacked, PackedFwdArguments, FwdArguments>;
   using PlainArguments = cute::conditional_t<kSoftcap, SoftcapFwdArguments<WholeArguments>, WholeArguments>;
