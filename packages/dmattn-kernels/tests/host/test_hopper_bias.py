@@ -474,3 +474,21 @@ def test_sums_in_a_fixed_order_of_any_number_of_keys(
     assert plan["arch"] == 90
     if batches == 1:
         assert plan["dbias_row_stride"] % 4 == 0
+
+
+@pytest.mark.parametrize(
+    "head_dim, arguments, block_m",
+    [
+        (64, {}, 96),
+        (40, {"is_causal": 1}, 96),
+        (128, {}, 64),
+        (64, {"mask": mask(1, 1, LENGTH, LENGTH)}, 64),
+        (64, {"deterministic": 1}, 64),
+    ],
+)
+def test_a_bias_for_each_key_alone_has_the_tiles_of_none(
+    probe: ctypes.CDLL, head_dim: int, arguments: dict[str, Any], block_m: int
+) -> None:
+    bias = tensor((1, 16, 1, LENGTH))
+    plan = plan_of(probe, WITH_DBIAS, head_dim=head_dim, bias=bias, **arguments)
+    assert (plan["arch"], plan["block_m"], plan["dbias_kind"]) == (90, block_m, DB_KEY)

@@ -186,6 +186,11 @@ def test_sums_of_dq(probe: ctypes.CDLL, arguments: dict[str, Any]) -> None:
 GROUPS: dict[str, Any] = {"batch": 8, "seqlen_q": 2048, "seqlen_k": 2048, "is_causal": 1}
 GROUPS |= {"nheads": 32, "nheads_k": 8}
 D64 = {"head_dim": 64}
+LSE_OF_GROUPS = tensor((8, 32, 2048), FLOAT32)
+KEY_BIAS_OF_GROUPS: dict[str, Any] = {
+    "bias": tensor((1, 8, 1, 2048)),
+    "softmax_lse_rest": LSE_OF_GROUPS,
+}
 
 
 @pytest.mark.parametrize(
@@ -215,7 +220,12 @@ D64 = {"head_dim": 64}
         ({"softcap": 30.0}, 0),
         ({"head_dim": 256}, 0),
         ({"deterministic": 1}, 0),
-        ({"bias": tensor((1, 8, 1, 2048))}, 0),
+        (KEY_BIAS_OF_GROUPS, 1),
+        (KEY_BIAS_OF_GROUPS | {"head_dim": 64}, 1),
+        (KEY_BIAS_OF_GROUPS | {"bias": tensor((1, 32, 1, 2048))}, 0),  # each head is a part
+        (KEY_BIAS_OF_GROUPS | {"mask": mask(1, 1, 2048, 2048)}, 0),
+        (KEY_BIAS_OF_GROUPS | {"deterministic": 1}, 0),
+        ({"bias": tensor((1, 8, 2048, 2048)), "softmax_lse_rest": LSE_OF_GROUPS}, 0),
     ],
 )
 def test_items_of_groups_are_taken_two_by_two(
