@@ -295,6 +295,17 @@ def _stretches(make: _Maker, shape: tuple[int, ...], dtype: torch.dtype) -> Tens
     return bias
 
 
+def _slopes(make: _Maker, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A bias that grows with the position of the key, as in ALiBi, at a rate of each head.
+
+    128 neighbouring keys differ by up to 115, 512 or 8. On Hopper the first and the last are near
+    enough to each other for the products to add their bias, until it is too large.
+    """
+    rates = torch.tensor([0.9, 4.0, 1 / 16], device=make.device)
+    rate = rates[torch.arange(shape[1], device=make.device) % 3].reshape(1, -1, 1, 1)
+    return make.normal(*shape) + rate * torch.arange(shape[3], device=make.device)
+
+
 BIAS_FILLS = {
     "normal": lambda make, shape, dtype: make.normal(*shape),
     "wide": lambda make, shape, dtype: make.normal(*shape) * 30,
@@ -306,6 +317,7 @@ BIAS_FILLS = {
     "all_lowest": _with_entries(2.0, float("nan")),
     "lowest_rows": _lowest_rows,
     "stretches": _stretches,
+    "slopes": _slopes,
 }
 
 

@@ -77,6 +77,7 @@ def test_key_bias_of_many_rows(fill: str, dtype: str, f32: bool) -> None:
     many = Case(1100, 700, 2, 10, 5, bias="bk1k", bias_fill=fill, bias_f32=f32, dtype=dtype)
     check(many.with_(wants="", dlse=True))
     check(many.with_(wants="", seqlen_k=1031, causal=True, head_dim=40))
+    check(many.with_(seqlen_q=260, seqlen_k=1031, head_dim=128, dlse=True))
 
 
 @pytest.mark.parametrize("scale", [1e-4, 0.02, 30.0, 1e4])

@@ -72,7 +72,7 @@ def test_products_are_not_waited_for_one_by_one(hopper_kernels: list[sass.Kernel
 
 @pytest.mark.parametrize("head_dim", [96, 128])
 @pytest.mark.parametrize(
-    "mode", ["0ELi1ELb0", "6ELi1ELb0", "0ELi1ELb1"], ids=["plain", "packed", "split keys"]
+    "mode", ["0ELi1ELb0", "7ELi1ELb0", "0ELi1ELb1"], ids=["plain", "packed", "split keys"]
 )
 def test_output_is_waited_for_in_the_softmax(
     hopper_kernels: list[sass.Kernel], head_dim: int, mode: str
@@ -92,6 +92,25 @@ def test_output_is_waited_for_in_the_softmax(
             assert len(waits) == 2, "for the scores, and for the output"
             before = sum(place < waits[1] for place in exponentials)
             assert len(exponentials) // 8 <= before <= len(exponentials) * 3 // 4
+
+
+def test_output_is_waited_for_in_the_softmax_of_biased_scores(
+    hopper_kernels: list[sass.Kernel],
+) -> None:
+    """Likewise where the products add a bias for each key.
+
+    A step has two branches, with 66 exponentials each, of which one is for a large bias.
+    """
+    kind = "Li128ELi2ELi128ELi2ELNS0_9ScoreModeE3ELi1ELb0"
+    found = [k for k in hopper_kernels if "fwd_kernel" in k.name and kind in k.name]
+    assert len(found) == 2, "one for each dtype"
+    for kernel in found:
+        (loop,) = kernel.product_loops()
+        names = [kernel.instructions[number].name for number in sorted(loop)]
+        waits = [place for place, name in enumerate(names) if name == "WARPGROUP.DEPBAR.LE"]
+        before = [names[:place].count("MUFU.EX2") for place in waits]
+        assert names.count("MUFU.EX2") == 132 and len(before) == 3
+        assert any(66 // 8 <= count % 66 <= 66 * 3 // 4 for count in before), before
 
 
 def test_usual_decoding_is_small(library: ctypes.CDLL, library_path: Path) -> None:

@@ -98,24 +98,29 @@ struct BwdBiasLoader {
     // What exists from the tile's first row and key on.
     const int rows = p.bias_rows.rows - wanted.row, bytes = (p.bias_rows.keys - wanted.key) * 2;
     if (rows >= kRows && bytes >= (kChunks + 1) * 16) {
-      copy_chunks<true>(tile, bias_of(wanted), rows, bytes);
+      copy_chunks<Lacks::kNothing>(tile, bias_of(wanted), rows, bytes);
+    } else if (rows > kRows) {
+      copy_chunks<Lacks::kKeys>(tile, bias_of(wanted), rows, bytes);
     } else {
-      copy_chunks<false>(tile, bias_of(wanted), rows, bytes);
+      copy_chunks<Lacks::kRowsAndKeys>(tile, bias_of(wanted), rows, bytes);
     }
   }
+  // What a tile may lack. With kKeys all of its rows exist, and the tensor's last row is not among them: that one takes
+  // more instructions, and a block of keys at the end would take them in all of its tiles.
+  enum class Lacks { kNothing, kKeys, kRowsAndKeys };
   // Copies a chunk of which `left` bytes exist; none if that is negative. is_end: the chunk is in the tensor's last
   // row.
+  template <Lacks kLacks>
   static __device__ __forceinline__ void copy_some(uint32_t to, uintptr_t from, int left, bool is_end) {
-    if (is_end && left > 0 && left < 16) {
+    if (kLacks == Lacks::kRowsAndKeys && is_end && left > 0 && left < 16) {
       copy_chunk_end(to, from, left);
     } else {
       copy_chunk_async(to, from, min(max(left, 0), 16));
     }
   }
   // Copies the 17 chunks that contain the 128 numbers of a row. In front of the tensor's first number up to 14 bytes
-  // of the same chunk are read and not used; nothing behind its last number is read. kIsWhole: all rows and chunks
-  // exist.
-  template <bool kIsWhole>
+  // of the same chunk are read and not used; nothing behind its last number is read.
+  template <Lacks kLacks>
   __device__ __forceinline__ void copy_chunks(uint32_t tile, uintptr_t from, int rows, int bytes) const {
     const int64_t stride = p.bias_rows.row_stride;
     const bool is_last = own_chunk() == kChunks - 1;
@@ -128,14 +133,15 @@ struct BwdBiasLoader {
 #pragma unroll
       for (int j = 0; j < 4; ++j, from += 2 * stride) {
         const uintptr_t begin = from & ~uintptr_t{15};
-        if constexpr (kIsWhole) {
+        if constexpr (kLacks == Lacks::kNothing) {
           copy_chunk_async(in_row(to, j), begin);
           if (is_last) copy_chunk_async(in_row(tail, j), begin + 16);
         } else {
-          const int left = 2 * j < rows ? bytes + static_cast<int>(from % 16) : 0;
+          const bool exists = kLacks == Lacks::kKeys || 2 * j < rows;
+          const int left = exists ? bytes + static_cast<int>(from % 16) : 0;
           const bool is_end = 2 * j + 1 == rows;  // the last row
-          copy_some(in_row(to, j), begin, left, is_end);
-          if (is_last) copy_some(in_row(tail, j), begin + 16, left - 16, is_end);
+          copy_some<kLacks>(in_row(to, j), begin, left, is_end);
+          if (is_last) copy_some<kLacks>(in_row(tail, j), begin + 16, left - 16, is_end);
         }
       }
       from += 8 * (kBiasWarps - 1) * stride;

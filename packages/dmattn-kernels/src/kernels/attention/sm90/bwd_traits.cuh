@@ -36,9 +36,9 @@ enum class BwdVariant {
   kWideBias,   // an fp32 bias for each row and key, and its gradient
   kKeyBias,    // a bias for each key, and its gradient, without mask and window
   kMaskedKeyBias,  // the same beside a mask or a window
-  kLists,      // lists of keys
-  kBiasLists,  // lists of keys with a bias for each key, and its gradient
-  kOrderedLists,  // as kLists, with all sums in a fixed order
+  kLists,          // lists of keys
+  kBiasLists,      // lists of keys with a bias for each key, and its gradient
+  kOrderedLists,   // as kLists, with all sums in a fixed order
   kOrderedBiasLists,
   kPacked,    // as kPlain, over packed sequences
   kPairBias,  // as kDenseBias, without mask and window: an item has two heads or batches that share the bias
@@ -150,7 +150,8 @@ struct BwdTraits {
   // Items may be numbered in pairs: see find_mirrored_item().
   static constexpr bool kMirrors =
       kVariant == BwdVariant::kPlain || kVariant == BwdVariant::kPacked || kVariant == BwdVariant::kKeyBias;
-  static constexpr BwdTile kTile = sm90_bwd_tile(kHeadDim, kGathered, kDenseBias || kMaskedKeyBias, kMasked || kPacked || kFewKeys);
+  static constexpr BwdTile kTile =
+      sm90_bwd_tile(kHeadDim, kGathered, kDenseBias || kMaskedKeyBias, kMasked || kPacked || kFewKeys);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;  // query rows; keys, 64 for each consumer
   static constexpr int kOwnKeys = kBlockN;                                // keys that TMA copies in one piece
   static_assert(kBlockN == 64 * kConsumers && kTile.warps == 4 * kConsumers && kTile.warps_m_dq == 4);

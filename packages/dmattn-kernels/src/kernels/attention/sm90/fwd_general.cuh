@@ -144,20 +144,40 @@ struct KeyBiasLoader {
     bool is_small = true;
 #pragma unroll
     for (int i = 0; i < kKeysPerLane; ++i) is_small &= fabsf(bias[i]) <= most;  // NaN counts as large
-    const bool is_large = __any_sync(0xffffffffu, !is_small);
+    const float middle = __all_sync(0xffffffffu, is_small) ? 0.f : find_middle(bias, most);
+    const bool is_large = middle != middle;
     uint2 columns[kKeysPerLane];
 #pragma unroll
-    for (int i = 0; i < kKeysPerLane; ++i) columns[i] = split_in_three<Element>(is_large ? 0.f : bias[i] * factor);
+    for (int i = 0; i < kKeysPerLane; ++i) {
+      columns[i] = split_in_three<Element>(is_large ? 0.f : (bias[i] - middle) * factor);
+    }
     const uint32_t own_row =
         smem_u32(s.general.keys) + place.stage * (T::kBlockN * Operands::kRowBytes) + Operands::row_offset(lane);
     s.k_empty[place.stage].wait(place.phase ^ 1);
 #pragma unroll
     for (int i = 0; i < kKeysPerLane; ++i) st_shared_v2(own_row + i * (32 * Operands::kRowBytes), columns[i]);
     if (is_large) write_stage(bias);
-    if (lane == 0) s.general.is_large[place.stage] = is_large;
+    if (lane == 0) s.general.middle[place.stage] = middle;
     cutlass::arch::fence_view_async_shared();  // the tensor cores see what was written
     __syncwarp();
     if (lane == 0) s.k_full[place.stage].arrive();
+  }
+  // A number from which no number of the tile's bias is further away than `most`; NaN if there is none, or if it is too
+  // large.
+  __device__ __forceinline__ float find_middle(const Bias& bias, float most) const {
+    float low = bias[0], high = bias[0];
+#pragma unroll
+    for (int i = 1; i < kKeysPerLane; ++i) low = fminf(low, bias[i]), high = fmaxf(high, bias[i]);
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+      low = fminf(low, __shfl_xor_sync(0xffffffffu, low, step));
+      high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, step));
+    }
+    const float middle = 0.5f * low + 0.5f * high;
+    bool is_near = fabsf(middle) <= most_middle_of_bias<Element>();
+#pragma unroll
+    for (int i = 0; i < kKeysPerLane; ++i) is_near &= fabsf(bias[i] - middle) <= most;  // NaN and infinities never are
+    return __all_sync(0xffffffffu, is_near) ? middle : NAN;
   }
 };
 

@@ -484,11 +484,11 @@ struct FwdConsumer {
     if constexpr (T::kGeneral) {
       ScoreChanges<T> changes(p, s.general, bias_place, thread / 32, lane, item);
       KeyTile tile;
-      bool is_large = false;  // the bias of the tile is not in the product
+      float middle = 0.f;  // of the tile's bias: see KeyBiasOperands
       const auto meanwhile = [&] {
         tile.word = __shfl_sync(0xffffffffu, s.general.tile[k_place.stage], 0);  // the same for all lanes
         if constexpr (T::kBiasInProduct) {
-          is_large = __shfl_sync(0xffffffffu, s.general.is_large[k_place.stage], 0);
+          middle = __shfl_sync(0xffffffffu, s.general.middle[k_place.stage], 0);
         } else {
           changes.read_ahead(tile);
         }
@@ -504,7 +504,7 @@ struct FwdConsumer {
       // Each branch has its own softmax and all that follows it: the compiler could not interleave these if the
       // branches joined in between.
       const auto to_biased_probabilities = [&](auto&& rest) {
-        if (is_large) {
+        if (middle != middle) {  // none of the bias is in the product
           changes.add_large_bias(scores, k_stage);
           release_keys(k_stage);
           changes.cut(scores, tile);
@@ -513,7 +513,8 @@ struct FwdConsumer {
         } else {
           release_keys(k_stage);
           changes.cut(scores, tile);
-          take_probabilities_of_products(softmax, scores, keep, p.softmax_scale, scale_log2);
+          take_probabilities_of_products(softmax, scores, keep, p.softmax_scale, scale_log2, middle);
+          if constexpr (T::kHoldsOutput) stay_behind(scores[0][kFragmentsN - 1][0], smem_u32(&s));
           rest();
         }
       };

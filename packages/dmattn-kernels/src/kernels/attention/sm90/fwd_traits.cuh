@@ -19,7 +19,7 @@ enum class ScoreMode {
   kPlain,          // nothing
   kMask,           // a dense mask
   kTileBias,       // a bias for each row and key, and a mask if there is one
-  kKeyBias,        // a bias for each key and nothing else, up to head_dim 128
+  kKeyBias,        // a bias for each key and nothing else, up to head_dim 128: the products add it (key_bias.cuh)
   kMaskedKeyBias,  // a bias for each key, and a mask or a window if there is one
   kAny,            // all of these, also beside softcap or with a scale that is not positive
   kWindow,         // nothing, but rows see a window of keys
@@ -81,19 +81,19 @@ struct FwdTraits {
   static_assert(!kSplit || may_split_keys(kMode));
   static constexpr bool kHasBoxedBias = kMode == ScoreMode::kUnalignedBias;
   static constexpr bool kHasTileBias = kMode == ScoreMode::kTileBias || kMode == ScoreMode::kAny || kHasBoxedBias;
-  static constexpr bool kBiasInProduct = kMode == ScoreMode::kKeyBias;  // see key_bias.cuh
-  static constexpr bool kHasKeyBias =
-      kBiasInProduct || kMode == ScoreMode::kMaskedKeyBias || kMode == ScoreMode::kAny;
+  static constexpr bool kBiasInProduct = kMode == ScoreMode::kKeyBias;
+  static constexpr bool kHasKeyBias = kBiasInProduct || kMode == ScoreMode::kMaskedKeyBias || kMode == ScoreMode::kAny;
   // Three consumers have neither a mask nor an fp32 bias: see sm90_general_fwd_is_tall().
-  static constexpr bool kHasMask = kGeneral && kConsumers_ == 2 && !kBiasInProduct, kHasWideBias = kConsumers_ == 2 && !kHasBoxedBias;
+  static constexpr bool kHasMask = kGeneral && kConsumers_ == 2 && !kBiasInProduct,
+                        kHasWideBias = kConsumers_ == 2 && !kHasBoxedBias;
   // The softmax is given logits; otherwise raw products.
   static constexpr bool kLogits = kHasTileBias || kHasKeyBias;
   // kTileBias and kAny would spill more registers if they had windows.
-  static constexpr Windows kWindows =
-      kMode == ScoreMode::kWindow                                                          ? Windows::kAlways
-      : kSplit                                                                             ? Windows::kNever
-      : kMode == ScoreMode::kSoftcap || kMode == ScoreMode::kMaskedKeyBias ? Windows::kMaybe
-                                                                                           : Windows::kNever;
+  static constexpr Windows kWindows = kMode == ScoreMode::kWindow ? Windows::kAlways
+                                      : kSplit                    ? Windows::kNever
+                                      : kMode == ScoreMode::kSoftcap || kMode == ScoreMode::kMaskedKeyBias
+                                          ? Windows::kMaybe
+                                          : Windows::kNever;
   using GeneralArguments = cute::conditional_t<kHasBoxedBias, UnalignedBiasFwdArguments, GeneralFwdArguments>;
   using WholeArguments = cute::conditional_t<kPacked, PackedFwdArguments, FwdArguments>;
   using PlainArguments = cute::conditional_t<kSoftcap, SoftcapFwdArguments<WholeArguments>, WholeArguments>;
@@ -119,9 +119,10 @@ struct FwdTraits {
   static constexpr bool kHasRoomForQ =
       kHeadDim == 128 && !kSplit && (kMode == ScoreMode::kPlain || kMode == ScoreMode::kPacked);
   // A consumer waits for the output of the tile before when it has a third of a thread's probabilities: see
-  // stay_behind(). At these head dimensions long calls take 0.97 of the time with it; elsewhere nothing is gained.
-  static constexpr bool kHoldsOutput =
-      (kHeadDim == 96 || kHeadDim == 128) && (kMode == ScoreMode::kPlain || kMode == ScoreMode::kPacked);
+  // stay_behind(). At these head dimensions long calls take 0.97 of the time with it, and with a bias in the product
+  // 0.96 at 128 and 0.985 at 64; elsewhere nothing is gained.
+  static constexpr bool kHoldsOutput = kBiasInProduct || ((kHeadDim == 96 || kHeadDim == 128) &&
+                                                          (kMode == ScoreMode::kPlain || kMode == ScoreMode::kPacked));
   static constexpr int kQStages = kBlocksPerSm == 2 || kHasRoomForQ ? 2 : 1;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   // Registers of a thread: what the producer gives up goes to the consumers. 128 * (kConsumers * kConsumerRegisters +

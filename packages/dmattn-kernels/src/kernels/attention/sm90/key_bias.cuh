@@ -1,9 +1,9 @@
-// A bias for each key that the products of scores add, in kernels of the Hopper forward that are limited by their
-// softmax. Q has three more columns, which are ones, and K has in these columns three 16-bit numbers whose sum is
-// bias / softmax_scale. The softmax is then that of raw products. A large bias is added to the scores instead, and
-// its columns of K are 0: in the product it might overflow, and the logits would not be rounded as in the backward.
-// Over lists only large numbers are added to the scores; in the dense forward all numbers of a tile with a large one
-// are.
+// A bias for each key that the products of scores add, in kernels of the Hopper forward. Q has three more columns, which
+// are ones, and K has in these columns three 16-bit numbers whose sum is bias / softmax_scale. The softmax is then that
+// of raw products. A large bias is added to the scores instead, and its columns of K are 0: in the product it might
+// overflow, and the logits would not be rounded as in the backward. Over lists this is decided for each key, in the dense
+// forward for each tile. There a tile of large numbers near each other, as of a bias that grows with the position
+// (ALiBi), has their differences from a number in their middle in the product, and the softmax adds that number.
 #pragma once
 
 #include <cutlass/numeric_types.h>
@@ -29,7 +29,10 @@ struct KeyBiasOperands {
 
   alignas(1024) Element keys[kStages * kBlockN * kCols];
   alignas(1024) Element rows[64 * kCols];  // the same for all consumers
-  int32_t is_large[kStages];  // not 0: `keys` of the stage lacks some of the bias, which has to be added to the scores
+  // Over lists: not 0 if `keys` of the stage lacks some of the bias, which has to be added to the scores.
+  int32_t is_large[kStages];
+  // In the dense forward: what the stage's bias has in common, which `keys` lacks. NaN if it lacks all of the bias.
+  float middle[kStages];
 
   // The offset in bytes of the first eight columns of a row.
   static __device__ __forceinline__ uint32_t row_offset(int row) { return row * kRowBytes + (row / 4 % 2 << 4); }
@@ -58,6 +61,14 @@ template <class Element>
 __host__ __device__ __forceinline__ float most_bias_in_product(float softmax_scale) {
   constexpr float kMostScale = std::is_same_v<Element, cutlass::half_t> ? 16.f : FLT_MAX;
   return softmax_scale > 1e-30f && softmax_scale <= kMostScale ? fminf(64.f, 32768.f * softmax_scale) : -1.f;
+}
+
+// The largest middle of a tile's bias (see KeyBiasOperands), without its sign. The backward adds a bias to the scores in
+// fp32: logits near this number are rounded by up to 2^-12, in fp16 2^-15, so that probabilities change by at most an
+// eighth of what they do when they are rounded to 16 bits.
+template <class Element>
+__host__ __device__ constexpr float most_middle_of_bias() {
+  return std::is_same_v<Element, cutlass::half_t> ? 512.f : 4096.f;
 }
 
 // Splits x into three 16-bit numbers whose sum is x. They have 24 bits together; in fp16 they have more, but none
@@ -100,11 +111,11 @@ __device__ __forceinline__ void start_biased_scores(Mma& mma, const Q& q, const 
 
 // As OnlineSoftmax::probabilities(), for raw products, but row_max is in natural units, since it is also compared
 // with logits of other tiles. It may be as low as finfo.min, and must not become -inf when multiplied by log2(e): a
-// row for which this tile is hidden would get NaN.
-template <bool kLazy, int kFragments>
-__device__ __forceinline__ void take_probabilities_of_products(OnlineSoftmax<1, kLazy>& softmax,
+// row for which this tile is hidden would get NaN. middle: what has to be added to all logits of the tile.
+template <int kFragments>
+__device__ __forceinline__ void take_probabilities_of_products(OnlineSoftmax<1>& softmax,
                                                                float (&products)[1][kFragments][4], float (&alpha)[2],
-                                                               float scale, float scale_log2) {
+                                                               float scale, float scale_log2, float middle = 0.f) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float most = fmaxf(products[0][0][2 * r], products[0][0][2 * r + 1]);
@@ -114,11 +125,12 @@ __device__ __forceinline__ void take_probabilities_of_products(OnlineSoftmax<1, 
     }
     most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
     most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
-    const float max = softmax.settle(r, fmaxf(softmax.row_max[r], most * scale));
+    const float max = fmaxf(softmax.row_max[r], __fmaf_rn(most, scale, middle));
     const float used = max == -INFINITY ? 0.f : max;  // nothing kept yet: exp(-inf - 0) = 0, not NaN
     alpha[r] = exp2_approx((softmax.row_max[r] - used) * kLog2e);
     softmax.row_max[r] = max;
-    const float sum = OnlineSoftmax<1>::exponentiate(r, products, scale_log2, fmaxf(used * kLog2e, -FLT_MAX));
+    const float sum =
+        OnlineSoftmax<1>::exponentiate(r, products, scale_log2, fmaxf((used - middle) * kLog2e, -FLT_MAX));
     softmax.add_sum(r, alpha[r], sum, 1.f / kLog2e);
   }
 }
