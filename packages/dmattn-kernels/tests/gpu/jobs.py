@@ -11,6 +11,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+# Tests wait for the GPU most of the time, and for compilers.
+MOST_PER_CORE = 2
+
 
 @dataclasses.dataclass
 class Job:
@@ -44,8 +47,31 @@ def visible_gpus() -> list[str]:
     return [str(i) for i in range(len(found))]
 
 
+def workers_of_each(asked: int, shares: list[int], usual: int, cores: int) -> list[int]:
+    """How many pytest processes each target gets; `shares`: for each process of another target.
+
+    `asked` is for a target with a share of 1; 0: as many as make `usual` for all targets.
+
+    Raises:
+        ValueError: these would be too many for the cores. They would hold each other up, and GPU
+            processes in their dozens take minutes to be ended.
+    """
+    each = asked or max(2, usual // len(shares))
+    counts = [each * share for share in shares]
+    if sum(counts) > max(MOST_PER_CORE * cores, usual):
+        most = max(1, MOST_PER_CORE * cores // sum(shares))
+        raise ValueError(
+            f"--workers: got {asked} for each of {len(shares)} targets, {sum(counts)} processes on "
+            f"{cores} cores; wanted at most {most}"
+        )
+    return counts
+
+
 class Pool:
     """Starts jobs in the order given, at most `width` at once, and ends those that take too long.
+
+    When the time is up for all, those that are running are killed before any is waited for, since
+    a process with a GPU takes a second to go, and those that have not begun count as timed out.
 
     With several GPUs the jobs get different ones as their first GPU, which is the one that tests
     use: many processes that share one GPU spend much of its time on switching between them.
@@ -59,21 +85,35 @@ class Pool:
         waiting, ended = list(jobs), list[Job]()
         running: list[tuple[Job, subprocess.Popen[bytes], float]] = []
         while waiting or running:
+            if self._is_over():
+                for job in waiting:
+                    job.timed_out = True
+                ended += waiting
+                waiting.clear()
             while waiting and len(running) < self._width:
                 job = waiting.pop(0)
                 running.append((job, self._start(job), time.monotonic()))
             time.sleep(0.1)
+            for job, process, start in running:
+                job.seconds = time.monotonic() - start
+                if process.poll() is None and (job.seconds >= job.limit or self._is_over()):
+                    job.timed_out = True
+                    os.killpg(process.pid, signal.SIGKILL)  # its own session: with its children
             still = []
             for job, process, start in running:
-                if not self._ended(job, process, start):
+                job.returncode = process.wait() if job.timed_out else process.poll()
+                if job.returncode is None:
                     still.append((job, process, start))
                     continue
                 ended.append(job)
-                follower = None if time.monotonic() > self._deadline else job.again(job)
+                follower = None if self._is_over() else job.again(job)
                 if follower is not None:
                     waiting.insert(0, follower)
             running = still
         return ended
+
+    def _is_over(self) -> bool:
+        return time.monotonic() >= self._deadline
 
     def _next_gpus(self) -> dict[str, str]:
         if len(self._gpus) < 2:
@@ -91,15 +131,3 @@ class Pool:
                 env={**os.environ, **self._next_gpus(), **job.env},
                 start_new_session=True,
             )
-
-    def _ended(self, job: Job, process: subprocess.Popen[bytes], start: float) -> bool:
-        job.seconds = time.monotonic() - start
-        job.returncode = process.poll()
-        if job.returncode is not None:
-            return True
-        if job.seconds < job.limit and time.monotonic() < self._deadline:
-            return False
-        job.timed_out = True
-        os.killpg(process.pid, signal.SIGKILL)  # the job's own session: itself and its children
-        job.returncode = process.wait()
-        return True

@@ -38,7 +38,7 @@ sys.path[:0] = IMPORTED_FROM
 from attention.targets import SHARE_VARIABLE, TARGET_VARIABLE, TARGETS, Target  # noqa: E402
 from check_report import REPORT  # noqa: E402
 from gpu import claims, report  # noqa: E402
-from gpu.jobs import Job, Pool  # noqa: E402
+from gpu.jobs import Job, Pool, workers_of_each  # noqa: E402
 from gpu.progress import Progress  # noqa: E402
 from gpu.sanitize import (  # noqa: E402
     judge,
@@ -177,8 +177,8 @@ def main() -> int:
     every = [Workers(TARGETS[name], folder, arguments) for name in arguments.targets]
     for workers in every:
         workers.others = [other for other in every if other is not workers]
-    each = arguments.workers or max(2, ALL_WORKERS // len(every))
-    pytest_jobs = [job for workers in every for job in workers.jobs(each * workers.target.workers)]
+    counts = zip(every, arguments.worker_counts, strict=True)
+    pytest_jobs = [job for workers, count in counts for job in workers.jobs(count)]
     sanitized: list[Job] = []
     deadline = start + arguments.time_limit
 
@@ -264,7 +264,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--folder", type=Path, help="of logs and results; what a time limit left there goes on"
     )
-    parser.add_argument("--workers", type=int, default=0, help="pytest processes per target")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=0,
+        help=f"pytest processes for each target (flex-cuda: twice); 0: {ALL_WORKERS} in all",
+    )
     parser.add_argument("--targets", nargs="+", default=ON_GPU, choices=list(TARGETS))
     parser.add_argument("--no-sanitizer", action="store_true")
     parser.add_argument(
@@ -297,6 +302,13 @@ def parse() -> argparse.Namespace:
             arguments.targets = [x for x in arguments.targets if x in arguments.left_tests]
         if not arguments.targets:
             parser.error("--left: the report lists no test as not run")
+    shares = [TARGETS[name].workers for name in arguments.targets]
+    try:
+        arguments.worker_counts = workers_of_each(
+            arguments.workers, shares, ALL_WORKERS, os.cpu_count() or 1
+        )
+    except ValueError as problem:
+        parser.error(str(problem))
     if arguments.quick:
         arguments.every, arguments.no_sanitizer = max(arguments.every, 8), True
     return arguments

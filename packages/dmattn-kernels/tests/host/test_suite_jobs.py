@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 
 from gpu import OUT_OF_MEMORY, claims, report
-from gpu.jobs import Job, Pool
+from gpu.jobs import Job, Pool, workers_of_each
 from gpu.progress import Progress
 from gpu.sanitize import Finding, judge, lacked_memory, once_more
 
@@ -36,6 +38,53 @@ def test_a_single_gpu_stays_what_it_is(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert run(1, tmp_path) == [visible]
+
+
+def test_all_are_killed_before_any_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A process with a GPU takes a second to go: one after the other that would be minutes."""
+    events = []
+    kill, wait = os.killpg, subprocess.Popen.wait
+
+    def note_kill(group: int, number: int) -> None:
+        events.append("kill")
+        kill(group, number)
+
+    def note_wait(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        events.append("wait")
+        return wait(process, timeout)
+
+    monkeypatch.setattr(os, "killpg", note_kill)
+    monkeypatch.setattr(subprocess.Popen, "wait", note_wait)
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    jobs = [Job(str(i), sleep, tmp_path / str(i), again=lambda job: job) for i in range(5)]
+    start = time.monotonic()
+    ended = Pool(3, start + 1.0).run(jobs)
+    assert time.monotonic() - start < 30
+    assert sorted(job.name for job in ended) == list("01234")
+    assert all(job.timed_out for job in ended)
+    assert events == ["kill"] * 3 + ["wait"] * 3  # and two never began
+    assert [job.returncode for job in ended].count(None) == 2
+
+
+def test_a_job_has_a_limit_of_its_own(tmp_path: Path) -> None:
+    commands = ["import time; time.sleep(60)", "pass"]
+    jobs = [
+        Job(str(i), [sys.executable, "-c", command], tmp_path / str(i), limit=5.0)
+        for i, command in enumerate(commands)
+    ]
+    Pool(2, time.monotonic() + 60).run(jobs)
+    assert [job.timed_out for job in jobs] == [True, False] and jobs[1].returncode == 0
+
+
+def test_workers_of_the_suite() -> None:
+    shares = [1, 1, 1, 1, 2]
+    assert workers_of_each(0, shares, 12, cores=16) == [2, 2, 2, 2, 4]
+    assert workers_of_each(8, shares, 12, cores=32) == [8, 8, 8, 8, 16]
+    assert workers_of_each(0, [1], 12, cores=2) == [12]
+    with pytest.raises(ValueError, match=r"got 12 .* 72 processes on 16 cores; wanted at most 5"):
+        workers_of_each(12, shares, 12, cores=16)
 
 
 @pytest.mark.parametrize(
