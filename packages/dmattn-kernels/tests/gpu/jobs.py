@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -77,8 +78,9 @@ class Pool:
     use: many processes that share one GPU spend much of its time on switching between them.
     """
 
-    def __init__(self, width: int, deadline: float) -> None:
+    def __init__(self, width: int, deadline: float, stop: threading.Event | None = None) -> None:
         self._width, self._deadline = width, deadline
+        self._stop = stop or threading.Event()  # when it is set, the time is up, too
         self._gpus, self._turns = visible_gpus(), itertools.count()
 
     def run(self, jobs: list[Job]) -> list[Job]:
@@ -113,7 +115,7 @@ class Pool:
         return ended
 
     def _is_over(self) -> bool:
-        return time.monotonic() >= self._deadline
+        return self._stop.is_set() or time.monotonic() >= self._deadline
 
     def _next_gpus(self) -> dict[str, str]:
         if len(self._gpus) < 2:

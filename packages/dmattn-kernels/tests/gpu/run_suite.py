@@ -10,9 +10,9 @@ target in tests/attention/targets.py that is on CUDA (newer chips can run the ti
 too), while compute-sanitizer watches small launches. `dmattn`, `dmattn_kernels`, torch, numpy,
 pytest and transformers must be importable. Exit code 0: everything passed.
 
-If a time limit has ended a run, the same command with the same folder does the rest. On another
-machine --into REPORT --left runs the tests that a report lists as not run, and --into REPORT
---targets NAME ... runs whole targets.
+If a time limit has ended a run, or SIGTERM, the report says what was not run, and the same command
+with the same folder does the rest. On another machine --into REPORT --left runs the tests that a
+report lists as not run, and --into REPORT --targets NAME ... runs whole targets.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import argparse
 import importlib
 import json
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -181,6 +182,8 @@ def main() -> int:
     pytest_jobs = [job for workers, count in counts for job in workers.jobs(count)]
     sanitized: list[Job] = []
     deadline = start + arguments.time_limit
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
 
     def sanitize() -> None:
         jobs = [] if arguments.no_sanitizer else planted_jobs(folder, 60.0)
@@ -189,18 +192,18 @@ def main() -> int:
             jobs = kernel_jobs(folder, families, arguments.time_limit) + jobs
         done = {finding.name for finding in progress.findings}
         jobs = [job for job in jobs if job.name not in done]
-        sanitized.extend(Pool(arguments.sanitizer_width, deadline).run(jobs))
+        sanitized.extend(Pool(arguments.sanitizer_width, deadline, stop).run(jobs))
 
     beside = threading.Thread(target=sanitize)
     beside.start()
-    pytest_jobs = Pool(len(pytest_jobs), deadline).run(pytest_jobs)
+    pytest_jobs = Pool(len(pytest_jobs), deadline, stop).run(pytest_jobs)
     beside.join()
     # Jobs that found no memory run once more, now without tests beside them and one by one; if the
     # time is up, in a later run in this folder.
     lacking = [job for job in sanitized if lacked_memory(job)]
-    if lacking and time.monotonic() < deadline:
+    if lacking and time.monotonic() < deadline and not stop.is_set():
         sanitized = [job for job in sanitized if job not in lacking]
-        sanitized += Pool(1, deadline).run(once_more(lacking))
+        sanitized += Pool(1, deadline, stop).run(once_more(lacking))
         lacking = []
     unfinished = [job for job in sanitized if job.timed_out or job in lacking]
     for workers in every:

@@ -68,6 +68,14 @@ def test_all_are_killed_before_any_is_waited_for(
     assert [job.returncode for job in ended].count(None) == 2
 
 
+def test_all_end_when_told_to(tmp_path: Path) -> None:
+    stop = threading.Event()
+    job = Job("job", [sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "log")
+    threading.Timer(0.5, stop.set).start()
+    assert Pool(1, time.monotonic() + 60, stop).run([job]) == [job]
+    assert job.timed_out and job.seconds < 30
+
+
 def test_a_job_has_a_limit_of_its_own(tmp_path: Path) -> None:
     commands = ["import time; time.sleep(60)", "pass"]
     jobs = [
