@@ -173,24 +173,15 @@ def _features() -> list[Case]:
     key = dataclasses.replace(
         plain, group=KEY_BIAS, contenders=("dmattn", "dmattn_no_bias"), causal=True, bias="key"
     )
+    contenders = ("dmattn_masked", "dmattn_no_bias", "flex_tiles")
+    tiles = dataclasses.replace(plain, group=TILES, contenders=contenders, tiles=0.5)
+    name = "B1 S16384 H{} D{}"
     return [
-        dataclasses.replace(key, name="B1 S16384 H16 D128"),
-        dataclasses.replace(key, name="B1 S16384 H32 D64", nheads=32, nheads_k=32, head_dim=64),
-        dataclasses.replace(
-            plain,
-            group=TILES,
-            name="B1 S16384 H16 D128",
-            contenders=("dmattn_masked", "dmattn_no_bias", "flex_tiles"),
-            tiles=0.5,
-        ),
-        dataclasses.replace(
-            plain,
-            group=TILES,
-            name="B1 S8192 H8 D256",
-            contenders=("dmattn_masked", "dmattn_no_bias", "flex_tiles"),
-            tiles=0.5,
-            **_S8192_H8_D256,
-        ),
+        dataclasses.replace(key, name=name.format(h, d), nheads=h, nheads_k=h, head_dim=d)
+        for h, d in ((16, 128), (32, 64), (16, 96), (8, 192), (8, 256))
+    ] + [
+        dataclasses.replace(tiles, name="B1 S16384 H16 D128"),
+        dataclasses.replace(tiles, name="B1 S8192 H8 D256", **_S8192_H8_D256),
         dataclasses.replace(
             plain,
             group=SLIDING,

@@ -75,9 +75,10 @@ def _dense_targets() -> list[Target]:
 
 def _feature_targets() -> list[Target]:
     found = []
-    for name in ("B1 S16384 H16 D128", "B1 S16384 H32 D64"):
-        words, key = f"causal with a key bias over without, {name}", (KEY_BIAS, name)
-        found.append(Target(words, 1.08, key, "dmattn", "forward", (*key, "dmattn_no_bias")))
+    for row in _of_group(KEY_BIAS):
+        words, key = f"causal with a key bias over without, {row.name}", (KEY_BIAS, row.name)
+        for phase in ("forward", "backward"):
+            found.append(Target(words, 1.08, key, "dmattn", phase, (*key, "dmattn_no_bias")))
     for phase, window in (("forward", 0.30), ("backward", 0.95)):
         tiles, sliding = (TILES, "B1 S16384 H16 D128"), (SLIDING, "B1 S16384 H16 D128 w1024")
         words, whole = f"{TILES} over no mask, {tiles[1]}", (*tiles, "dmattn_no_bias")
