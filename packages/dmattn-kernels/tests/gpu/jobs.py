@@ -51,16 +51,15 @@ def visible_gpus() -> list[str]:
 def workers_of_each(asked: int, shares: list[int], usual: int, cores: int) -> list[int]:
     """How many pytest processes each target gets; `shares`: for each process of another target.
 
-    `asked` is for a target with a share of 1; 0: as many as make `usual` for all targets.
+    `asked` is for a target with a share of 1; 0: about as many as make `usual` for all targets.
 
     Raises:
-        ValueError: these would be too many for the cores. They would hold each other up, and GPU
-            processes in their dozens take minutes to be ended.
+        ValueError: so many were asked for that they would hold one another up.
     """
     each = asked or max(2, usual // len(shares))
     counts = [each * share for share in shares]
-    if sum(counts) > max(MOST_PER_CORE * cores, usual):
-        most = max(1, MOST_PER_CORE * cores // sum(shares))
+    most = max(1, max(MOST_PER_CORE * cores, usual) // sum(shares))
+    if asked > most:
         raise ValueError(
             f"--workers: got {asked} for each of {len(shares)} targets, {sum(counts)} processes on "
             f"{cores} cores; wanted at most {most}"
@@ -68,11 +67,22 @@ def workers_of_each(asked: int, shares: list[int], usual: int, cores: int) -> li
     return counts
 
 
+def stop_signals() -> threading.Event:
+    """An event that SIGTERM and SIGINT set from now on, instead of ending this process alone.
+
+    Its jobs have sessions of their own, and would go on without it.
+    """
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    return stop
+
+
 class Pool:
     """Starts jobs in the order given, at most `width` at once, and ends those that take too long.
 
     When the time is up for all, those that are running are killed before any is waited for, since
-    a process with a GPU takes a second to go, and those that have not begun count as timed out.
+    a process with a GPU may take a second to go. Those that have not begun count as timed out.
 
     With several GPUs the jobs get different ones as their first GPU, which is the one that tests
     use: many processes that share one GPU spend much of its time on switching between them.
@@ -96,9 +106,10 @@ class Pool:
                 job = waiting.pop(0)
                 running.append((job, self._start(job), time.monotonic()))
             time.sleep(0.1)
+            is_over = self._is_over()
             for job, process, start in running:
                 job.seconds = time.monotonic() - start
-                if process.poll() is None and (job.seconds >= job.limit or self._is_over()):
+                if process.poll() is None and (job.seconds >= job.limit or is_over):
                     job.timed_out = True
                     os.killpg(process.pid, signal.SIGKILL)  # its own session: with its children
             still = []

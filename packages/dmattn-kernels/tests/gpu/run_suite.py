@@ -10,9 +10,9 @@ target in tests/attention/targets.py that is on CUDA (newer chips can run the ti
 too), while compute-sanitizer watches small launches. `dmattn`, `dmattn_kernels`, torch, numpy,
 pytest and transformers must be importable. Exit code 0: everything passed.
 
-If a time limit has ended a run, or SIGTERM, the report says what was not run, and the same command
-with the same folder does the rest. On another machine --into REPORT --left runs the tests that a
-report lists as not run, and --into REPORT --targets NAME ... runs whole targets.
+If a time limit, SIGTERM or Ctrl-C has ended a run, the report says what was not run, and the same
+command with the same folder does the rest. On another machine --into REPORT --left runs the tests
+that a report lists as not run, and --into REPORT --targets NAME ... runs whole targets.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import argparse
 import importlib
 import json
 import os
-import signal
 import sys
 import tempfile
 import threading
@@ -39,7 +38,7 @@ sys.path[:0] = IMPORTED_FROM
 from attention.targets import SHARE_VARIABLE, TARGET_VARIABLE, TARGETS, Target  # noqa: E402
 from check_report import REPORT  # noqa: E402
 from gpu import claims, report  # noqa: E402
-from gpu.jobs import Job, Pool, workers_of_each  # noqa: E402
+from gpu.jobs import Job, Pool, stop_signals, workers_of_each  # noqa: E402
 from gpu.progress import Progress  # noqa: E402
 from gpu.sanitize import (  # noqa: E402
     judge,
@@ -182,8 +181,7 @@ def main() -> int:
     pytest_jobs = [job for workers, count in counts for job in workers.jobs(count)]
     sanitized: list[Job] = []
     deadline = start + arguments.time_limit
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    stop = stop_signals()
 
     def sanitize() -> None:
         jobs = [] if arguments.no_sanitizer else planted_jobs(folder, 60.0)

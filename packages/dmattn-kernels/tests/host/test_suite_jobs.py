@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from gpu import OUT_OF_MEMORY, claims, report
-from gpu.jobs import Job, Pool, workers_of_each
+from gpu.jobs import Job, Pool, stop_signals, workers_of_each
 from gpu.progress import Progress
 from gpu.sanitize import Finding, judge, lacked_memory, once_more
 
@@ -68,19 +69,25 @@ def test_all_are_killed_before_any_is_waited_for(
     assert [job.returncode for job in ended].count(None) == 2
 
 
-def test_all_end_when_told_to(tmp_path: Path) -> None:
-    stop = threading.Event()
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_all_end_with_the_suite(number: signal.Signals, tmp_path: Path) -> None:
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
     job = Job("job", [sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "log")
-    threading.Timer(0.5, stop.set).start()
-    assert Pool(1, time.monotonic() + 60, stop).run([job]) == [job]
+    try:
+        stop = stop_signals()
+        threading.Timer(0.5, os.kill, (os.getpid(), number)).start()
+        assert Pool(1, time.monotonic() + 60, stop).run([job]) == [job]
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
     assert job.timed_out and job.seconds < 30
 
 
 def test_a_job_has_a_limit_of_its_own(tmp_path: Path) -> None:
     commands = ["import time; time.sleep(60)", "pass"]
     jobs = [
-        Job(str(i), [sys.executable, "-c", command], tmp_path / str(i), limit=5.0)
-        for i, command in enumerate(commands)
+        Job(str(i), [sys.executable, "-c", command], tmp_path / str(i), limit=limit)
+        for i, (command, limit) in enumerate(zip(commands, (1.0, 60.0), strict=True))
     ]
     Pool(2, time.monotonic() + 60).run(jobs)
     assert [job.timed_out for job in jobs] == [True, False] and jobs[1].returncode == 0
@@ -91,6 +98,7 @@ def test_workers_of_the_suite() -> None:
     assert workers_of_each(0, shares, 12, cores=16) == [2, 2, 2, 2, 4]
     assert workers_of_each(8, shares, 12, cores=32) == [8, 8, 8, 8, 16]
     assert workers_of_each(0, [1], 12, cores=2) == [12]
+    assert sum(workers_of_each(0, [1] * 8, 12, cores=2)) == 16  # the usual is never refused
     with pytest.raises(ValueError, match=r"got 12 .* 72 processes on 16 cores; wanted at most 5"):
         workers_of_each(12, shares, 12, cores=16)
 
