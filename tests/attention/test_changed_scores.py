@@ -70,14 +70,25 @@ def test_head_dims_between_tiles(case: Case, head_dim: int) -> None:
     check(case.with_(head_dim=head_dim))
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize("fill", BIAS_FILLS)
 @pytest.mark.parametrize("dtype, f32", [("bf16", False), ("f16", False), ("bf16", True)])
-def test_key_bias_of_many_rows(fill: str, dtype: str, f32: bool) -> None:
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 192, 256])
+def test_key_bias_of_many_rows(head_dim: int, fill: str, dtype: str, f32: bool) -> None:
     """On Hopper the tensor cores add the bias tile by tile, unless a tile has large entries."""
-    many = Case(1100, 700, 2, 10, 5, bias="bk1k", bias_fill=fill, bias_f32=f32, dtype=dtype)
-    check(many.with_(wants="", dlse=True))
-    check(many.with_(wants="", seqlen_k=1031, causal=True, head_dim=40))
-    check(many.with_(seqlen_q=260, seqlen_k=1031, head_dim=128, dlse=True))
+    many = Case(1100, 700, 2, 10, 5, head_dim, bias="bk1k", bias_fill=fill, bias_f32=f32)
+    check(many.with_(dtype=dtype, wants="", dlse=True))
+    check(many.with_(dtype=dtype, wants="", seqlen_k=1031, causal=True))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 160, 256])
+def test_key_bias_and_its_gradient(head_dim: int) -> None:
+    """Few rows and many, keys that no row sees, and rows that see no key; heads of a group with a
+    bias each."""
+    check(Case(260, 1031, 2, 10, 5, head_dim, bias="bk1k", dlse=True))
+    check(Case(1100, 1300, 2, 10, 5, head_dim, bias="bk1k", causal=True, dlse=True))
+    check(Case(1300, 1100, 2, 8, 2, head_dim, bias="bh1k", causal=True, dtype="f16"))
 
 
 @pytest.mark.parametrize("scale", [1e-4, 0.02, 30.0, 1e4])

@@ -7,8 +7,8 @@
 #include "host/dtype.h"
 #include "host/error.h"
 #include "host/problem.h"
+#include "kernels/sm90_changed_scores.h"
 #include "kernels/sm90_fwd_times.h"
-#include "kernels/sm90_softcap.h"
 
 namespace dmattn {
 namespace {

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "sm90_softcap.h"
+#include "sm90_changed_scores.h"
 #include "tiles.h"
 
 namespace dmattn {
@@ -138,13 +138,18 @@ constexpr Sm90ChangesTime sm90_changes_time_of(int head_dim) {
          : head_dim <= 192 ? Sm90ChangesTime{3700, 2720, 1350, 1260, 1370, 1520, 2900}
                            : Sm90ChangesTime{5200, 2720, 1640, 1590, 1620, 1880, 2900};
 }
+// The time of a tile of the kernel for a bias for each key alone over that of a tile of the kernel for such a bias beside
+// a mask, which above head_dim 128 has fewer keys, at 96 more columns. From long calls.
+constexpr double sm90_key_bias_alone_time(int head_dim) {
+  return head_dim <= 64 ? 1 : head_dim <= 96 ? 0.85 : head_dim <= 128 ? 0.92 : head_dim <= 192 ? 1.1 : 0.85;
+}
 // The time of a tile with a mask beside the bias, and of a tall tile, over that of a short one with a bias alone.
 constexpr double kSm90MaskBesideBias = 1.25, kSm90TallBias = 1.12;
 
 inline bool sm90_changes_scores(const FwdParams& p) {
   return p.softcap > 0.f || p.has_mask || p.bias.kind != BiasKind::kNone || !(p.softmax_scale > 0.f);
 }
-inline Sm90FwdTime sm90_changed_fwd_time_of(const FwdParams& p, bool is_tall) {
+inline Sm90FwdTime sm90_changed_fwd_time_of(const FwdParams& p, int32_t shares, bool is_tall) {
   const Sm90ChangesTime times = sm90_changes_time_of(p.head_dim);
   const BiasKind bias = p.bias.kind;
   double tile = bias == BiasKind::kKey      ? times.key_bias
@@ -153,6 +158,7 @@ inline Sm90FwdTime sm90_changed_fwd_time_of(const FwdParams& p, bool is_tall) {
                                             : times.mask;
   if (p.has_mask && bias != BiasKind::kNone) tile *= kSm90MaskBesideBias;
   if (is_tall) tile *= kSm90TallBias;
+  if (sm90_has_key_bias_alone(p, shares)) tile *= sm90_key_bias_alone_time(sm90_fwd_head_dim(p.head_dim));
   if (has_plain_softcap(p)) {
     tile = times.softcap;
   } else if (p.softcap > 0.f || !(p.softmax_scale > 0.f)) {
@@ -183,7 +189,7 @@ inline double sm90_fwd_time(const FwdParams& p, int32_t shares, int32_t num_sms,
     time = sm90_list_fwd_time_of(p.head_dim);
   } else if (sm90_changes_scores(p)) {
     tile = sm90_changed_fwd_tile(p, shares);
-    time = sm90_changed_fwd_time_of(p, /*is_tall=*/tile.consumers > 2);
+    time = sm90_changed_fwd_time_of(p, shares, /*is_tall=*/tile.consumers > 2);
   } else {
     const Sm90FwdShape shape = shares == 1 ? sm90_fwd_shape(p) : Sm90FwdShape::kShort;
     tile = sm90_fwd_tile(head_dim, shape);

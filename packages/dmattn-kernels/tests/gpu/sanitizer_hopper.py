@@ -40,8 +40,11 @@ HOPPER_CHANGED = (
         "dense rows, key bias, more than thread blocks", 133, 261, batch=70, bias="bk1k", wants=""
     ),
     Launch("dense rows, mask, more than thread blocks", 133, 261, batch=70, mask="b1qk", wants=""),
-    # At head_dim 64 these have three consumers.
+    # At head_dim 64 this has three consumers.
     Launch("dense rows, bias, long", 1100, 264, bias="1hqk", causal=True, wants=""),
+)
+# A bias for each key and nothing else has a kernel for each head dimension.
+HOPPER_KEY_BIAS = (
     Launch("dense rows, key bias, long", 1100, 261, bias="bk1k", causal=True, wants=""),
 )
 # The same with keys that are split, so that a thread block has a share of them. For split keys

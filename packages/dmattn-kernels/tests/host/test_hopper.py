@@ -140,11 +140,11 @@ CHANGED_SCORES: dict[str, dict[str, Any]] = {
     "softcap and bias": {"softcap": 30.0, "bias": tensor((1, 1, 1, 4096), FLOAT32)},
     "negative scale": {"softmax_scale": -1.0},
 }
+KEY_BIASES = [CHANGED_SCORES[x] for x in ("key bias", "fp32 key bias", "every second key")]
 # Those with tall tiles at head_dim 64: a bias alone, which is in 16 bits or for each key.
-TALL = [
-    CHANGED_SCORES[x]
-    for x in ("key bias", "fp32 key bias", "every second key", "16-bit bias", "expanded bias")
-] + [CHANGED_SCORES["16-bit bias, rows on 2 bytes"]]
+TALL = KEY_BIASES + [
+    CHANGED_SCORES[x] for x in ("16-bit bias", "expanded bias", "16-bit bias, rows on 2 bytes")
+]
 
 
 @pytest.mark.parametrize("arguments", CHANGED_SCORES.values(), ids=CHANGED_SCORES.keys())
@@ -160,8 +160,30 @@ def test_tiles_of_changed_scores(
         block_m = 192
     if head_dim > 128 and arguments == CHANGED_SCORES["softcap"]:
         block_n = 80  # the tiles for softcap without a bias
+    if head_dim == 136 and arguments in KEY_BIASES:
+        block_n = 96  # those for a bias for each key alone, for 192 columns
     assert (plan["arch"], plan["block_m"], plan["block_n"]) == (90, block_m, block_n)
     assert plan["blocks"] == SMS and plan["num_splits"] == 1 and not plan["gathered"]
+
+
+@pytest.mark.parametrize(
+    "more, block_n",
+    [
+        ({}, 96),
+        ({"seqlen_q": 1025}, 96),
+        ({"seqlen_q": 1024, "nheads": 64}, 64),
+        ({"mask": mask(1, 1, 4096, 4096)}, 64),
+        ({"softcap": 30.0}, 64),
+        ({"softmax_scale": 0.0}, 64),
+    ],
+    ids=["long", "barely long", "few rows", "mask", "softcap", "scale of 0"],
+)
+def test_what_key_biases_alone_have(probe: ctypes.CDLL, more: dict[str, Any], block_n: int) -> None:
+    """With anything else, or with few rows, they have the tiles of any other bias."""
+    arguments = {"head_dim": 192, "bias": tensor((1, 1, 1, 4096))} | more
+    plan = Probe(probe).fwd(SM90, SMS, **({"batch": 2} | LONG | arguments))
+    assert (plan["arch"], plan["block_m"], plan["block_n"]) == (90, 128, block_n)
+    assert plan["num_splits"] == 1
 
 
 @pytest.mark.parametrize(

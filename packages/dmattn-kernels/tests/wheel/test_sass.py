@@ -94,23 +94,37 @@ def test_output_is_waited_for_in_the_softmax(
             assert len(exponentials) // 8 <= before <= len(exponentials) * 3 // 4
 
 
+@pytest.mark.parametrize(
+    "tile",
+    [
+        *("Li64ELi3ELi128E", "Li96ELi2ELi128E", "Li128ELi2ELi128E"),
+        *("Li192ELi2ELi96E", "Li256ELi2ELi64E"),
+    ],
+    ids=["64", "96", "128", "192", "256"],
+)
 def test_output_is_waited_for_in_the_softmax_of_biased_scores(
-    hopper_kernels: list[sass.Kernel],
+    hopper_kernels: list[sass.Kernel], tile: str
 ) -> None:
-    """Likewise where the products add a bias for each key.
+    """Likewise where the products add a bias for each key: in the loop over tiles that are cut, and
+    in the one over whole tiles.
 
-    A step has two branches, with 66 exponentials each, of which one is for a large bias.
+    A step has two branches with as many exponentials each. One is for a large bias, and waits for
+    the output before its softmax.
     """
-    kind = "Li128ELi2ELi128ELi2ELNS0_9ScoreModeE3ELi1ELb0"
+    kind = f"{tile}Li2ELNS0_9ScoreModeE3ELi1ELb0"
     found = [k for k in hopper_kernels if "fwd_kernel" in k.name and kind in k.name]
     assert len(found) == 2, "one for each dtype"
     for kernel in found:
-        (loop,) = kernel.product_loops()
-        names = [kernel.instructions[number].name for number in sorted(loop)]
-        waits = [place for place, name in enumerate(names) if name == "WARPGROUP.DEPBAR.LE"]
-        before = [names[:place].count("MUFU.EX2") for place in waits]
-        assert names.count("MUFU.EX2") == 132 and len(before) == 3
-        assert any(66 // 8 <= count % 66 <= 66 * 3 // 4 for count in before), before
+        loops = kernel.product_loops()
+        assert len(loops) == 2
+        for loop in loops:
+            names = [kernel.instructions[number].name for number in sorted(loop)]
+            waits = [place for place, name in enumerate(names) if name == "WARPGROUP.DEPBAR.LE"]
+            before = [names[:place].count("MUFU.EX2") for place in waits]
+            of_branch = names.count("MUFU.EX2") // 2
+            assert len(before) == 3, "for the scores, and for the output in each branch"
+            inside = [count % of_branch for count in before]
+            assert any(of_branch // 8 <= x <= of_branch * 3 // 4 for x in inside), before
 
 
 def test_usual_decoding_is_small(library: ctypes.CDLL, library_path: Path) -> None:

@@ -19,8 +19,7 @@ bool hides_keys(const BwdPlan& plan) { return has_mask(plan.mask) || plan.kernel
 
 bool has_key_bias_alone(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
-  return plan.resident_blocks > 0 && plan.unit.head_dim_tile <= 128 && p.bias.kind == BiasKind::kKey &&
-         !hides_keys(plan) && !p.deterministic;
+  return plan.resident_blocks > 0 && p.bias.kind == BiasKind::kKey && !hides_keys(plan) && !p.deterministic;
 }
 
 bool may_order_dbias(const BwdPlan& plan) { return plan.unit.head_dim_tile <= 128 && have_same_mask(plan); }

@@ -58,8 +58,9 @@ double drift_of(const BwdPlan& plan, const BwdRound& round, int64_t parts, bool 
   return drifts && bytes >= kRowBytes ? kRowsFromMemory : 1;
 }
 
-// The time of a step in a pair that shares a bias (find_pairs()), relative to that of a step without pairs.
-constexpr double kPairedStep = 0.8;
+// The time of a step in a pair that shares a bias (find_pairs()), relative to that of a step without pairs; and with a
+// bias for each key alone, relative to that of a step without a bias.
+constexpr double kPairedStep = 0.8, kKeyBiasAlone = 1.05;
 
 double step_time(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
@@ -69,7 +70,9 @@ double step_time(const BwdPlan& plan) {
   if (p.softcap > 0.f) time = std::max(time, step.softcap);
   if (p.window > 0) time = std::max(time, step.window);
   if (has_mask(plan.mask)) time = std::max(time, step.mask);
-  if (bias == BiasKind::kKey) time = std::max(time, step.key_bias);
+  if (bias == BiasKind::kKey) {
+    time = std::max(time, has_key_bias_alone(plan) ? kKeyBiasAlone * step.plain : step.key_bias);
+  }
   if (bias == BiasKind::kTile) time = std::max(time, step.tile_bias);
   if (bias == BiasKind::kDirect) time = std::max(time, step.fp32_bias);
   return time * plan.tile.block_m / 64;

@@ -332,6 +332,11 @@ cudaError_t launch_wide_bwd_kernel(const KernelChoice& choice, const BwdParams& 
 
 }  // namespace sm90
 
+// As the plan's has_key_bias_alone(), when the bits of a mask have been packed.
+inline bool has_key_bias_alone(const BwdParams& p) {
+  return p.bias.kind == BiasKind::kKey && p.mask.bits == nullptr && p.window == 0 && !p.deterministic;
+}
+
 template <class Element, int kHeadDimTile, bool kGathered>
 cudaError_t launch_bwd(const KernelChoice& choice, const BwdParams& p, cudaStream_t stream) {
   using sm90::BwdTraits, sm90::BwdVariant, sm90::launch_bwd_kernel;
@@ -359,7 +364,8 @@ cudaError_t launch_bwd(const KernelChoice& choice, const BwdParams& p, cudaStrea
       if (p.packing.is_active() && p.softcap > 0.f) return go_wide(cute::C<BwdVariant::kPackedSoftcap>{});
       if (p.packing.is_active()) return go_wide(cute::C<BwdVariant::kPacked>{});
       if (p.softcap > 0.f) return go_wide(cute::C<BwdVariant::kSoftcap>{});
-      if (p.bias.kind == BiasKind::kKey) return go_wide(cute::C<BwdVariant::kKeyBias>{});
+      if (has_key_bias_alone(p)) return go_wide(cute::C<BwdVariant::kKeyBias>{});
+      if (p.bias.kind == BiasKind::kKey) return go_wide(cute::C<BwdVariant::kMaskedKeyBias>{});
       if (p.bias.kind != BiasKind::kNone) return go_wide(cute::C<BwdVariant::kDenseBias>{});
       if (p.mask.bits != nullptr) return go_wide(cute::C<BwdVariant::kMask>{});
       if (p.window > 0) return go_wide(cute::C<BwdVariant::kWindow>{});
@@ -375,10 +381,9 @@ cudaError_t launch_bwd(const KernelChoice& choice, const BwdParams& p, cudaStrea
       if (p.softcap > 0.f) return go(cute::C<BwdVariant::kPackedSoftcap>{});
       return go_in(p.dq_semaphore != nullptr, cute::C<BwdVariant::kPackedOrdered>{}, cute::C<BwdVariant::kPacked>{});
     }
+    if (has_key_bias_alone(p)) return go(cute::C<BwdVariant::kKeyBias>{});
     if (p.bias.kind == BiasKind::kKey) {
-      if (p.deterministic) return go(cute::C<BwdVariant::kKeyBiasOrdered>{});
-      if (p.mask.bits != nullptr || p.window > 0) return go(cute::C<BwdVariant::kMaskedKeyBias>{});
-      return go(cute::C<BwdVariant::kKeyBias>{});
+      return go_in(p.deterministic, cute::C<BwdVariant::kKeyBiasOrdered>{}, cute::C<BwdVariant::kMaskedKeyBias>{});
     }
     if (p.bias.kind != BiasKind::kNone) {
       const bool is_wide = p.bias.kind == BiasKind::kDirect;

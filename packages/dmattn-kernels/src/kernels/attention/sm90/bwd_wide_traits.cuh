@@ -7,8 +7,8 @@
 namespace dmattn::sm90 {
 
 // Two thread blocks of a cluster share 128 keys. Each has 64 of them, and half of the columns of dq. The variants are
-// kPlain, kPacked, kPackedSoftcap, kWindow, kSoftcap with or without a window, kMask, kDenseBias, kKeyBias, kLists,
-// kBiasLists, kOrderedLists and kOrderedBiasLists.
+// kPlain, kPacked, kPackedSoftcap, kWindow, kSoftcap with or without a window, kMask, kDenseBias, kKeyBias,
+// kMaskedKeyBias with or without a mask and a window, kLists, kBiasLists, kOrderedLists and kOrderedBiasLists.
 template <class Element_, int kHeadDim_, BwdVariant kVariant = BwdVariant::kPlain>
 struct BwdWideTraits {
   using Element = Element_;
@@ -33,15 +33,16 @@ struct BwdWideTraits {
   static constexpr bool kPacked = kVariant == BwdVariant::kPacked || kVariant == BwdVariant::kPackedSoftcap;
   static constexpr bool kMirrors = false, kFewKeys = false;
   static constexpr bool kListBias = kVariant == BwdVariant::kBiasLists || kVariant == BwdVariant::kOrderedBiasLists;
-  static constexpr bool kKeyBias = kListBias || kVariant == BwdVariant::kKeyBias;
+  static constexpr bool kKeyBias =
+      kListBias || kVariant == BwdVariant::kKeyBias || kVariant == BwdVariant::kMaskedKeyBias;
   static constexpr bool kDenseBias = kVariant == BwdVariant::kDenseBias;
   static constexpr bool kBias = kKeyBias || kDenseBias;
   static constexpr bool kGathered = kListBias || kVariant == BwdVariant::kLists || kOrdered;
   static constexpr bool kSoftcap = kVariant == BwdVariant::kSoftcap || kVariant == BwdVariant::kPackedSoftcap;
   // The producer announces each step (RowTile): those that a mask leaves, if there is one.
-  static constexpr bool kMasked = kVariant == BwdVariant::kMask || (kBias && !kGathered);
+  static constexpr bool kMasked = kVariant == BwdVariant::kMask || kVariant == BwdVariant::kMaskedKeyBias || kDenseBias;
   static constexpr bool kWindows = kMasked || kVariant == BwdVariant::kSoftcap || kVariant == BwdVariant::kWindow;
-  static_assert(kGathered || kWindows || kPacked || kVariant == BwdVariant::kPlain);
+  static_assert(kGathered || kWindows || kPacked || kVariant == BwdVariant::kPlain || kVariant == BwdVariant::kKeyBias);
   // Warps of the first warpgroup beside the producer: one copies K of the block's own keys, one V, and one the part of
   // the other block's K that this block needs.
   static constexpr int kGatherWarps = kGathered ? 3 : 0;

@@ -9,6 +9,7 @@
 #include "../shared/scores.cuh"
 #include "../shared/softmax.cuh"
 #include "fwd_items.cuh"
+#include "fwd_key_bias.cuh"
 #include "fwd_traits.cuh"
 
 namespace dmattn::sm90 {
@@ -47,29 +48,17 @@ __device__ __forceinline__ MaskTileWalk<T::kBlockM, T::kBlockN> walk_mask_tiles(
 
 __device__ __forceinline__ bool has_key_bias(const GeneralFwdArguments& p) { return p.bias.kind == BiasKind::kKey; }
 
-// A warp that writes the bias of each key into shared memory, tile by tile in the order of the producer. It shares a
-// scheduler with one warp of each consumer. Where consumers are limited by the issue of instructions
-// (kBiasInProduct), the instructions of this warp count as well.
+// A warp that writes the bias of each key into shared memory, tile by tile in the order of the producer.
 template <class T>
 struct KeyBiasLoader {
-  static constexpr int kKeysPerLane = T::kBlockN / 32;
   using Element = typename T::Element;
-  using Layout = KeyBiasLayout<T::kBlockN>;
-  using Operands = typename T::BiasOperands;
-  using Bias = float[kKeysPerLane];  // of the keys 32 i + lane
 
   const typename T::Arguments& p;
   typename T::Shared& s;
   const int lane;
-  const float factor;
-  RingPlace<2> item_place, place;  // place: in the ring of the bias, or of K if the products add the bias
-
-  __device__ __forceinline__ KeyBiasLoader(const typename T::Arguments& arguments, typename T::Shared& shared,
-                                           int lane_)
-      : p(arguments), s(shared), lane(lane_), factor(1.f / arguments.softmax_scale) {}
+  RingPlace<2> item_place, place;  // place: in the ring of the bias
 
   __device__ __forceinline__ void run() {
-    if constexpr (T::kBiasInProduct) s.general.write_constants(lane, 32);
     while (true) {
       const AnnouncedItem item = next_item<T>(s, item_place);
       if (item.index() >= p.items) return;
@@ -86,98 +75,17 @@ struct KeyBiasLoader {
 
   // Keys past the last one get the bias of the last one; their scores become -inf later.
   __device__ __forceinline__ void load_tile(int64_t base, int n) {
-    Bias bias;
-    if constexpr (T::kBiasInProduct) {
-      if (p.bias.dtype == Dtype::kFloat32) {
-        read_tile<float>(bias, base, n);
-      } else {
-        read_tile<uint16_t>(bias, base, n);
-      }
-      write_operands(bias);
-    } else {
+    float bias[T::kBlockN / 32];  // of the keys 32 i + lane
 #pragma unroll
-      for (int i = 0; i < kKeysPerLane; ++i) {
-        const int key = min(n * T::kBlockN + 32 * i + lane, p.seqlen_k - 1);
-        bias[i] = load_bias(p.bias, base + key * p.bias.col_stride, std::is_same_v<Element, cutlass::bfloat16_t>);
-      }
-      s.general.bias_empty[place.stage].wait(place.phase ^ 1);
-      write_stage(bias);
-      __syncwarp();
-      if (lane == 0) s.general.bias_full[place.stage].arrive();
+    for (int i = 0; i < T::kBlockN / 32; ++i) {
+      const int key = min(n * T::kBlockN + 32 * i + lane, p.seqlen_k - 1);
+      bias[i] = load_bias(p.bias, base + key * p.bias.col_stride, std::is_same_v<Element, cutlass::bfloat16_t>);
     }
-    place.advance();
-  }
-  // Takes as few instructions as possible for a whole tile. Number: float, or uint16_t with the bits of an Element.
-  template <class Number>
-  __device__ __forceinline__ void read_tile(Bias& bias, int64_t base, int n) const {
-    const int first = n * T::kBlockN + lane;
-    const int64_t stride = p.bias.col_stride;
-    const Number* const from = static_cast<const Number*>(p.bias.ptr) + (base + first * stride);
-    Number numbers[kKeysPerLane];
-    if (n * T::kBlockN + T::kBlockN <= p.seqlen_k) {
-#pragma unroll
-      for (int i = 0; i < kKeysPerLane; ++i) numbers[i] = __ldg(from + 32 * i * stride);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kKeysPerLane; ++i) numbers[i] = __ldg(from + min(32 * i, p.seqlen_k - 1 - first) * stride);
-    }
-#pragma unroll
-    for (int i = 0; i < kKeysPerLane; ++i) {
-      if constexpr (sizeof(Number) == sizeof(float)) {
-        bias[i] = numbers[i];
-      } else {
-        bias[i] = ElementTraits<Element>::unpack(numbers[i]).x;
-      }
-    }
-  }
-  __device__ __forceinline__ void write_stage(const Bias& bias) const {
-    float* const stage = reinterpret_cast<float*>(s.general.bias[place.stage]);
-#pragma unroll
-    for (int i = 0; i < kKeysPerLane; ++i) stage[Layout::word(32 * i + lane)] = bias[i];
-  }
-
-  // Writes the operands beside the tile's K: consumers wait for both at once and release both at once. All that can
-  // be done before the stage is free comes before the wait for it.
-  __device__ __forceinline__ void write_operands(const Bias& bias) const {
-    static_assert(T::kStages == 2);
-    const float most = most_bias_in_product<Element>(p.softmax_scale);
-    bool is_small = true;
-#pragma unroll
-    for (int i = 0; i < kKeysPerLane; ++i) is_small &= fabsf(bias[i]) <= most;  // NaN counts as large
-    const float middle = __all_sync(0xffffffffu, is_small) ? 0.f : find_middle(bias, most);
-    const bool is_large = middle != middle;
-    uint2 columns[kKeysPerLane];
-#pragma unroll
-    for (int i = 0; i < kKeysPerLane; ++i) {
-      columns[i] = split_in_three<Element>(is_large ? 0.f : (bias[i] - middle) * factor);
-    }
-    const uint32_t own_row =
-        smem_u32(s.general.keys) + place.stage * (T::kBlockN * Operands::kRowBytes) + Operands::row_offset(lane);
-    s.k_empty[place.stage].wait(place.phase ^ 1);
-#pragma unroll
-    for (int i = 0; i < kKeysPerLane; ++i) st_shared_v2(own_row + i * (32 * Operands::kRowBytes), columns[i]);
-    if (is_large) write_stage(bias);
-    if (lane == 0) s.general.middle[place.stage] = middle;
-    cutlass::arch::fence_view_async_shared();  // the tensor cores see what was written
+    s.general.bias_empty[place.stage].wait(place.phase ^ 1);
+    write_key_bias<T::kBlockN>(bias, smem_u32(s.general.bias[place.stage]), lane);
     __syncwarp();
-    if (lane == 0) s.k_full[place.stage].arrive();
-  }
-  // A number from which no number of the tile's bias is further away than `most`; NaN if there is none, or if it is too
-  // large.
-  __device__ __forceinline__ float find_middle(const Bias& bias, float most) const {
-    float low = bias[0], high = bias[0];
-#pragma unroll
-    for (int i = 1; i < kKeysPerLane; ++i) low = fminf(low, bias[i]), high = fmaxf(high, bias[i]);
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) {
-      low = fminf(low, __shfl_xor_sync(0xffffffffu, low, step));
-      high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, step));
-    }
-    const float middle = 0.5f * low + 0.5f * high;
-    bool is_near = fabsf(middle) <= most_middle_of_bias<Element>();
-#pragma unroll
-    for (int i = 0; i < kKeysPerLane; ++i) is_near &= fabsf(bias[i] - middle) <= most;  // NaN and infinities never are
-    return __all_sync(0xffffffffu, is_near) ? middle : NAN;
+    if (lane == 0) s.general.bias_full[place.stage].arrive();
+    place.advance();
   }
 };
 
@@ -227,7 +135,7 @@ struct ScoreChanges {
   // Where the thread begins to read the bias of the first stage. The compiler is kept from computing it again: it is
   // short of registers, and would read threadIdx and wait for it in each step, as it does at other head dimensions.
   uint32_t own_bias = 0;
-  static constexpr bool kHasOwnBias = T::kHeadDim == 128 && T::kLogits && !T::kHasBoxedBias && !T::kBiasInProduct;
+  static constexpr bool kHasOwnBias = T::kHeadDim == 128 && T::kLogits && !T::kHasBoxedBias;
   const Pairs pairs;
   uint32_t last_numbers[2][2];  // of both rows, for `pairs`: also read ahead
 
@@ -333,9 +241,7 @@ struct ScoreChanges {
   __device__ __forceinline__ uint32_t narrow_rows() const {
     return (warp * 16 + lane % 16) * 128 + ((lane / 16 ^ lane % 8) << 4);
   }
-  __device__ __forceinline__ uint32_t key_words() const {
-    return lane % 4 * KeyBiasLayout<T::kBlockN>::kThreadWords * 4;
-  }
+  __device__ __forceinline__ uint32_t key_words() const { return KeyBiasLayout<T::kBlockN>::thread_offset(lane); }
   __device__ __forceinline__ uint32_t bias_offset() const {
     if constexpr (T::kHasTileBias) {
       if (T::kHasWideBias && p.bias.kind == BiasKind::kDirect) return wide_rows();
@@ -424,21 +330,9 @@ struct ScoreChanges {
     two[1] = __fmaf_rn(two[1], factor, __uint_as_float(bias_y));
   }
 
-  // Adds a large bias, which the products did not add, from the stage of K. Afterwards all lanes have read it.
-  __device__ __forceinline__ void add_large_bias(Scores& scores, int stage) {
-#pragma unroll
-    for (int i = 0; i < kFragments; i += 2) {
-      uint32_t words[4];
-      read_key_bias(words, i / 2, stage);
-      add_key_words(scores, i, p.softmax_scale, words);
-    }
-    __syncwarp();
-  }
-
   // Reads the bias of fragments 2 i and 2 i + 1.
   __device__ __forceinline__ void read_key_bias(uint32_t (&words)[4], int i, int stage) const {
-    const uint4 raw = ld_shared_v4(own_bias_of(stage, key_words()) + i * 16);
-    words[0] = raw.x, words[1] = raw.y, words[2] = raw.z, words[3] = raw.w;
+    read_key_words(words, own_bias_of(stage, key_words()), i);
   }
   __device__ __forceinline__ void add_key_bias(Scores& scores, float factor) {
     if constexpr (!kReadsBiasAhead) wait_for_stage();
@@ -450,19 +344,10 @@ struct ScoreChanges {
       } else {
         read_key_bias(words, i / 2, place.stage);
       }
-      add_key_words(scores, i, factor, words);
+      add_key_words(scores[0], i, factor, words);
     }
     release_stage();
   }
-  static __device__ __forceinline__ void add_key_words(Scores& scores, int i, float factor,
-                                                       const uint32_t (&words)[4]) {
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      float& x = scores[0][i + e / 4][e % 4];
-      x = __fmaf_rn(x, factor, __uint_as_float(words[e / 4 * 2 + e % 2]));
-    }
-  }
-
   static __device__ __forceinline__ void copy_words(uint32_t (&to)[4], const uint32_t (&from)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) to[i] = from[i];

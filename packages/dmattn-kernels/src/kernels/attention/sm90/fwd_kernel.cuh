@@ -1,7 +1,7 @@
 // The forward on Hopper over tiles of consecutive keys: the plain kernel, with lengths and causality only, the same
-// over packed sequences, one with a window of keys, those with softcap (softcap.cuh), and the general ones, whose
-// scores a bias or a dense mask changes, with or without softcap (fwd_general.cuh). Most of them have a variant that
-// splits the keys between thread blocks.
+// over packed sequences, one with a window of keys, one with a bias for each key (fwd_key_bias.cuh), those with softcap
+// (softcap.cuh), and the general ones, whose scores a bias or a dense mask changes, with or without softcap
+// (fwd_general.cuh). Most of them have a variant that splits the keys between thread blocks.
 //
 // A thread block stays on its SM and takes row blocks of heads (items) until none is left. One thread of the first
 // warpgroup, the producer, copies Q, K and V tiles into shared memory by TMA. The other warpgroups, the consumers,
@@ -30,6 +30,10 @@ template <class T>
 __device__ __forceinline__ bool asks_for_bias(const typename T::Arguments& p) {
   return T::kHasBoxedBias || p.bias_rows.exist();
 }
+// Whether each warp of a consumer releases a stage of K for itself, since each has read what is beside it: which keys
+// they are, or a bias.
+template <class T>
+constexpr bool kWarpsReleaseKeys = T::kGeneral || T::kBiasInProduct;
 // How many arrivals fill a stage of the bias.
 template <class T>
 __device__ __forceinline__ int bias_arrivals(const typename T::Arguments& p) {
@@ -42,16 +46,17 @@ __device__ __forceinline__ int bias_arrivals(const typename T::Arguments& p) {
 
 template <class T>
 __device__ __forceinline__ void init_barriers(const typename T::Arguments& p, typename T::Shared& s) {
-  int item_readers = 4 * T::kConsumers;  // the warps of the consumers
-  if constexpr (T::kHasKeyBias) item_readers += has_key_bias(p);
+  constexpr int kOperandWarps = T::kBiasInProduct ? kBiasWarps : 0;  // see BiasOperandsLoader
+  int item_readers = 4 * T::kConsumers + kOperandWarps;              // the warps of the consumers, and others
+  if constexpr (T::kHasKeyBias && !T::kBiasInProduct) item_readers += has_key_bias(p);
   for (int i = 0; i < T::kQStages; ++i) {
     s.q_full[i].init(1);
     s.q_empty[i].init(T::kConsumers);
   }
   for (int i = 0; i < T::kStages; ++i) {
-    s.k_full[i].init(T::kBiasInProduct ? 2 : 1);
+    s.k_full[i].init(1 + kOperandWarps);
     s.v_full[i].init(1);
-    s.k_empty[i].init(T::kGeneral ? 4 * T::kConsumers : T::kConsumers);  // see release_keys()
+    s.k_empty[i].init(kWarpsReleaseKeys<T> ? 4 * T::kConsumers : T::kConsumers);
     s.v_empty[i].init(T::kConsumers);
   }
   for (int i = 0; i < 2; ++i) {
@@ -310,14 +315,13 @@ struct FwdConsumer {
   __device__ __forceinline__ void release(Barrier& empty) {
     if (threadIdx.x % 128 == 0) empty.arrive();
   }
-  // Releases the stage of K. In general kernels each warp does so for itself, as each has read which keys are in the
-  // stage.
+  // Releases the stage of K.
   __device__ __forceinline__ void release_keys() {
     release_keys(k_place.stage);
     k_place.advance();
   }
   __device__ __forceinline__ void release_keys(int stage) {
-    if (threadIdx.x % (T::kGeneral ? 32 : 128) == 0) s.k_empty[stage].arrive();
+    if (threadIdx.x % (kWarpsReleaseKeys<T> ? 32 : 128) == 0) s.k_empty[stage].arrive();
   }
   // Advances the place and returns the stage that it had. The asm keeps the compiler from doing so later.
   static __device__ __forceinline__ int leave_stage(RingPlace<T::kStages>& place) {
@@ -404,8 +408,12 @@ struct FwdConsumer {
       const auto keys = k(cute::_, cute::_, cute::_, k_place.stage);
       if constexpr (T::kBiasInProduct) {
         const auto bias = cute::get<1>(bias_operands)(cute::_, cute::_, cute::_, k_place.stage);
-        start_biased_scores(score_mma, q, keys, bias_mma, cute::get<0>(bias_operands)(cute::_, cute::_, cute::_, 0),
-                            bias, acc_s);
+        const auto ones = cute::get<0>(bias_operands)(cute::_, cute::_, cute::_, 0);
+        if constexpr (T::kConsumers == 3) {
+          start_biased_scores(score_mma, describe_again(q), keys, bias_mma, ones, bias, acc_s);
+        } else {
+          start_biased_scores(score_mma, q, keys, bias_mma, ones, bias, acc_s);
+        }
       } else {
         start_product<true>(score_mma, q, keys, acc_s);
       }
@@ -484,14 +492,9 @@ struct FwdConsumer {
     if constexpr (T::kGeneral) {
       ScoreChanges<T> changes(p, s.general, bias_place, thread / 32, lane, item);
       KeyTile tile;
-      float middle = 0.f;  // of the tile's bias: see KeyBiasOperands
       const auto meanwhile = [&] {
         tile.word = __shfl_sync(0xffffffffu, s.general.tile[k_place.stage], 0);  // the same for all lanes
-        if constexpr (T::kBiasInProduct) {
-          middle = __shfl_sync(0xffffffffu, s.general.middle[k_place.stage], 0);
-        } else {
-          changes.read_ahead(tile);
-        }
+        changes.read_ahead(tile);
       };
       const auto to_probabilities = [&] {
         changes.change(scores, tile);
@@ -501,35 +504,11 @@ struct FwdConsumer {
           softmax.template probabilities<!T::kLogits>(scores, keep, scale_log2);
         }
       };
-      // Each branch has its own softmax and all that follows it: the compiler could not interleave these if the
-      // branches joined in between.
-      const auto to_biased_probabilities = [&](auto&& rest) {
-        if (middle != middle) {  // none of the bias is in the product
-          changes.add_large_bias(scores, k_stage);
-          release_keys(k_stage);
-          changes.cut(scores, tile);
-          softmax.probabilities_of_logits(scores, keep);
-          rest();
-        } else {
-          release_keys(k_stage);
-          changes.cut(scores, tile);
-          take_probabilities_of_products(softmax, scores, keep, p.softmax_scale, scale_log2, middle);
-          if constexpr (T::kHoldsOutput) stay_behind(scores[0][kFragmentsN - 1][0], smem_u32(&s));
-          rest();
-        }
-      };
-      const auto go = [&](auto&& to_them) __attribute__((always_inline)) {
-        wait_for_keys();
-        first_step(meanwhile, to_them);
-#pragma unroll 1
-        while (!tile.is_last()) wait_for_keys(), step(meanwhile, to_them);
-      };
       if (has_keys) {
-        if constexpr (T::kBiasInProduct) {
-          go(to_biased_probabilities);
-        } else {
-          go(to_probabilities);
-        }
+        wait_for_keys();
+        first_step(meanwhile, to_probabilities);
+#pragma unroll 1
+        while (!tile.is_last()) wait_for_keys(), step(meanwhile, to_probabilities);
       }
     } else {
       constexpr bool kHasWindow = T::kWindows != Windows::kNever;
@@ -548,7 +527,37 @@ struct FwdConsumer {
         cut_only();
         whole();
       };
-      if constexpr (!T::kOverlaps) {
+      if constexpr (T::kBiasInProduct) {
+        float middle = 0.f;  // of the tile's bias: see KeyBiasShared
+        const auto read_middle = [&] { middle = __shfl_sync(0xffffffffu, s.general.middle[k_place.stage], 0); };
+        // Each branch has its own softmax and all that follows it: the compiler could not interleave these if the
+        // branches joined in between.
+        const auto take_biased = [&](bool is_cut, auto&& rest) __attribute__((always_inline)) {
+          if (middle != middle) {  // none of the bias is in the product
+            add_large_bias<T>(scores, s.general.large[k_stage], p.softmax_scale, lane);
+            release_keys(k_stage);
+            if (is_cut) cut_only();
+            softmax.probabilities_of_logits(scores, keep);
+            rest();
+          } else {
+            release_keys(k_stage);
+            if (is_cut) cut_only();
+            take_probabilities_of_products(softmax, scores, keep, p.softmax_scale, scale_log2, middle);
+            if constexpr (T::kHoldsOutput) stay_behind(scores[0][kFragmentsN - 1][0], smem_u32(&s));
+            rest();
+          }
+        };
+        if (has_keys) {
+          wait_for_keys();
+          first_step(read_middle, [&](auto&& rest) { take_biased(n >= blocks.full, rest); });
+#pragma unroll 1
+          for (--n; n >= blocks.full; --n)
+            wait_for_keys(), step(read_middle, [&](auto&& rest) { take_biased(true, rest); });
+#pragma unroll 1
+          for (; n >= blocks.whole; --n)
+            wait_for_keys(), step(read_middle, [&](auto&& rest) { take_biased(false, rest); });
+        }
+      } else if constexpr (!T::kOverlaps) {
         // The key blocks that the rows of this consumer see, among those of the item.
         const KeyBlocks own = find_key_blocks<T>(lengths, item.m_block * T::kBlockM + consumer * 64, 64);
 #pragma unroll 1
@@ -615,6 +624,10 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
   const uint32_t base = smem_u32(smem);
   auto& s = *reinterpret_cast<typename T::Shared*>(smem + ((base + 1023) / 1024 * 1024 - base));
   if (threadIdx.x == 0) init_barriers<T>(p, s);
+  if constexpr (T::kBiasInProduct) {
+    s.general.write_constants(threadIdx.x, T::kThreads);
+    cutlass::arch::fence_view_async_shared();  // the tensor cores see what was written
+  }
   __syncthreads();
   wait_for_previous_kernel();
   if (cutlass::canonical_warp_group_idx() == 0) {
@@ -627,8 +640,10 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
     } else if constexpr (T::kHasTileBias) {
       if (threadIdx.x >= 32 && p.bias_rows.exist()) copy_bias_rows<T>(p, s);
     }
-    if constexpr (T::kHasKeyBias) {
-      if (threadIdx.x / 32 == 1 && has_key_bias(p)) KeyBiasLoader<T>(p, s, threadIdx.x % 32).run();
+    if constexpr (T::kBiasInProduct) {
+      if (threadIdx.x >= 32) BiasOperandsLoader<T>(p, s, threadIdx.x / 32 - 1, threadIdx.x % 32).run();
+    } else if constexpr (T::kHasKeyBias) {
+      if (threadIdx.x / 32 == 1 && has_key_bias(p)) KeyBiasLoader<T>{p, s, static_cast<int>(threadIdx.x % 32)}.run();
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();

@@ -7,8 +7,8 @@
 #include <atomic>
 
 #include "../../shared/fill.h"
+#include "../../sm90_changed_scores.h"
 #include "../../sm90_fwd_times.h"
-#include "../../sm90_softcap.h"
 #include "../shared/launch.cuh"
 #include "fwd_kernel.cuh"
 #include "gather_launch.cuh"
@@ -121,6 +121,7 @@ cudaError_t launch_fwd_kernel(const KernelChoice& choice, const FwdParams& p, cu
   if constexpr (T::kGeneral) {
     if (status == cudaSuccess) status = fill_general_arguments<T>(arguments, p);
   }
+  if constexpr (T::kBiasInProduct) arguments.bias = p.bias;
   if constexpr (T::kPacked) arguments.packing = p.packing;
   if constexpr (T::kSplit) share_keys(arguments, p);
   if constexpr (T::kSoftcap) {
@@ -153,10 +154,10 @@ cudaError_t launch_fwd_mode(const KernelChoice& choice, const FwdParams& p, cuda
 
 }  // namespace sm90
 
-// Chooses among the kernels of a unit. For tiles of consecutive keys, a unit has plain kernels and kernels for packed
-// sequences for each of Hopper's head dimensions in its head-dim tile. For the head-dim tile as a whole it has one
-// kernel for windows, two for softcap, and general ones; in the tile of 256, the general ones except for kAny are
-// separate for 192 and 256. Most have a variant that splits the keys. For lists, a unit has kernels with and without
+// Chooses among the kernels of a unit. For tiles of consecutive keys, a unit has plain kernels, kernels for packed
+// sequences, and kernels for a bias for each key alone for each of Hopper's head dimensions in its head-dim tile. For the
+// head-dim tile as a whole it has one kernel for windows, two for softcap, and general ones; in the tile of 256, the
+// general ones except for kAny are separate for 192 and 256. Most have a variant that splits the keys. For lists, a unit has kernels with and without
 // a bias for each key, again separate for 192 and 256.
 template <class Element, int kHeadDimTile, bool kGathered>
 cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStream_t stream) {
@@ -204,15 +205,20 @@ cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStrea
     const auto go_general = [&](auto mode, auto is_tall) {
       return go_general_in(mode, cute::Int<kHeadDimTile>{}, is_tall);
     };
-    const auto go_whole = [&](auto mode) {  // no kernel with a share of the keys
-      constexpr Sm90FwdTile kTile = sm90_general_fwd_tile(kHeadDimTile);
-      return sm90::launch_fwd_mode<Element, kHeadDimTile, decltype(mode)::value, kTile.consumers, kTile.block_n,
+    const auto go_key_bias = [&](auto head_dim) {
+      constexpr Sm90FwdTile kTile = sm90_key_bias_fwd_tile(head_dim);
+      return sm90::launch_fwd_mode<Element, head_dim, sm90::ScoreMode::kKeyBias, kTile.consumers, kTile.block_n,
                                    kTile.stages, kTile.blocks_per_sm, /*kMaySplit=*/false>(choice, p, stream);
     };
     if (has_plain_window(p)) return go_general(cute::C<sm90::ScoreMode::kWindow>{}, cute::false_type{});
     if (has_plain_softcap(p)) {
       if (p.packing.is_active()) return go_general(cute::C<sm90::ScoreMode::kPackedSoftcap>{}, cute::false_type{});
       return go_general(cute::C<sm90::ScoreMode::kSoftcap>{}, cute::false_type{});
+    }
+    constexpr int kSmaller = kHeadDimTile == 128 ? 96 : kHeadDimTile == 256 ? 192 : kHeadDimTile;
+    if (is_general(choice.level) && sm90_has_key_bias_alone(p, p.num_splits)) {
+      if (sm90_fwd_head_dim(p.head_dim) == kSmaller) return go_key_bias(cute::Int<kSmaller>{});
+      return go_key_bias(cute::Int<kHeadDimTile>{});
     }
     if (is_general(choice.level)) {
       const bool is_simple = p.softcap == 0.f && p.softmax_scale > 0.f;
@@ -227,12 +233,6 @@ cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStrea
           return go_general(cute::C<sm90::ScoreMode::kMask>{}, cute::false_type{});
         }
         if (is_simple && p.bias.kind == BiasKind::kKey) {
-          constexpr auto kAlone = cute::C<sm90::ScoreMode::kKeyBias>{};
-          if constexpr (kHeadDimTile == 64) {
-            if (sm90_general_fwd_is_tall(p, p.num_splits)) return go_general(kAlone, cute::true_type{});
-          } else {
-            if (p.num_splits <= 1 && !p.has_mask && p.window == 0) return go_whole(kAlone);
-          }
           return go_general(cute::C<sm90::ScoreMode::kMaskedKeyBias>{}, cute::false_type{});
         }
         if (is_simple && sm90::has_unaligned_bias(p)) return go_biased(cute::C<sm90::ScoreMode::kUnalignedBias>{});
@@ -248,7 +248,6 @@ cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStrea
       }
       return go_general(cute::C<sm90::ScoreMode::kAny>{}, cute::false_type{});
     }
-    constexpr int kSmaller = kHeadDimTile == 128 ? 96 : kHeadDimTile == 256 ? 192 : kHeadDimTile;
     const Sm90FwdShape shape = p.num_splits > 1 ? Sm90FwdShape::kShort : sm90_fwd_shape(p);
     if constexpr (kHeadDimTile == 64) {
       if (shape == Sm90FwdShape::kTwoBlocks) return go(cute::Int<64>{}, cute::C<Sm90FwdShape::kTwoBlocks>{});

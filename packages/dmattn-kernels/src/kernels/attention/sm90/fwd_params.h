@@ -31,6 +31,11 @@ struct FwdArguments {
   int32_t window;  // > 0: a row sees so many keys, the last of them at its own position. 0: there is no window
 };
 
+// Arguments for ScoreMode::kKeyBias.
+struct KeyBiasFwdArguments : FwdArguments {
+  BiasParams bias;  // kKey
+};
+
 // Arguments of the general kernels.
 struct GeneralFwdArguments : FwdArguments {
   // Dimensions (seqlen_k, seqlen_q, heads, batch), 1 where broadcast. For a bias of each row and key that TMA copies.

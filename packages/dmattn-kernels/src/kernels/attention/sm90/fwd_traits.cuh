@@ -19,7 +19,7 @@ enum class ScoreMode {
   kPlain,          // nothing
   kMask,           // a dense mask
   kTileBias,       // a bias for each row and key, and a mask if there is one
-  kKeyBias,        // a bias for each key and nothing else, up to head_dim 128: the products add it (key_bias.cuh)
+  kKeyBias,        // a bias for each key and nothing else: the products add it (fwd_key_bias.cuh)
   kMaskedKeyBias,  // a bias for each key, and a mask or a window if there is one
   kAny,            // all of these, also beside softcap or with a scale that is not positive
   kWindow,         // nothing, but rows see a window of keys
@@ -44,20 +44,30 @@ struct KeyBiasLayout {
   static constexpr int kThreadWords = kBlockN / 4 + 4;
   static constexpr int kBytes = 4 * kThreadWords * 4;
   static __device__ __forceinline__ int word(int key) { return key % 8 / 2 * kThreadWords + key / 8 * 2 + key % 2; }
+  // The offset in bytes of the numbers of a thread.
+  static __device__ __forceinline__ uint32_t thread_offset(int lane) { return lane % 4 * kThreadWords * 4; }
 };
 
 // Shared memory that only the general modes have (kGeneral). Bias tiles lie in panels of 128 bytes a row, as TMA
 // writes them: 64 keys of 16 bits, or 32 of fp32. A stage has room for a 16-bit tile, or half of one in fp32.
 struct NoGeneral {};
 struct NoRequests {};
-template <int kBlockM, int kBlockN, int kStages, bool kHasTiles, class Operands>
-struct GeneralShared : Operands {
+template <int kBlockM, int kBlockN, int kStages, bool kHasTiles>
+struct GeneralShared {
   static constexpr int kStageBytes = kHasTiles ? kBlockM * kBlockN * 2 : KeyBiasLayout<kBlockN>::kBytes;
 
   alignas(1024) char bias[2][kStageBytes];
   Barrier bias_full[2], bias_empty[2];
   cute::conditional_t<kHasTiles, BiasRequests<2>, NoRequests> bias_requests;
   int32_t tile[kStages];  // which keys are in a stage of K: see KeyTile
+};
+
+// The same for a bias that the products add: beside each stage of K the operands and, where these lack all of a large
+// bias, its numbers.
+template <int kBlockN, int kStages, class Operands>
+struct KeyBiasShared : Operands {
+  alignas(16) char large[kStages][KeyBiasLayout<kBlockN>::kBytes];
+  float middle[kStages];  // what a tile's bias has in common, which the operands lack; NaN if they lack all of it
 };
 
 // In kernels whose producer announces items beside their numbers (kSaysItems), the items. To find the item of a
@@ -75,17 +85,17 @@ struct FwdTraits {
   static constexpr ScoreMode kMode = kMode_;
   static constexpr bool kPacked = kMode == ScoreMode::kPacked || kMode == ScoreMode::kPackedSoftcap;
   static constexpr bool kSoftcap = kMode == ScoreMode::kSoftcap || kMode == ScoreMode::kPackedSoftcap;
-  static constexpr bool kGeneral = kMode != ScoreMode::kPlain && kMode != ScoreMode::kWindow && !kPacked && !kSoftcap;
+  static constexpr bool kBiasInProduct = kMode == ScoreMode::kKeyBias;
+  static constexpr bool kGeneral =
+      kMode != ScoreMode::kPlain && kMode != ScoreMode::kWindow && !kPacked && !kSoftcap && !kBiasInProduct;
   // An item has a share of the keys that its rows see, and its results are partial ones.
   static constexpr bool kSplit = kSplit_;
   static_assert(!kSplit || may_split_keys(kMode));
   static constexpr bool kHasBoxedBias = kMode == ScoreMode::kUnalignedBias;
   static constexpr bool kHasTileBias = kMode == ScoreMode::kTileBias || kMode == ScoreMode::kAny || kHasBoxedBias;
-  static constexpr bool kBiasInProduct = kMode == ScoreMode::kKeyBias;
   static constexpr bool kHasKeyBias = kBiasInProduct || kMode == ScoreMode::kMaskedKeyBias || kMode == ScoreMode::kAny;
   // Three consumers have neither a mask nor an fp32 bias: see sm90_general_fwd_is_tall().
-  static constexpr bool kHasMask = kGeneral && kConsumers_ == 2 && !kBiasInProduct,
-                        kHasWideBias = kConsumers_ == 2 && !kHasBoxedBias;
+  static constexpr bool kHasMask = kGeneral && kConsumers_ == 2, kHasWideBias = kConsumers_ == 2 && !kHasBoxedBias;
   // The softmax is given logits; otherwise raw products.
   static constexpr bool kLogits = kHasTileBias || kHasKeyBias;
   // kTileBias and kAny would spill more registers if they had windows.
@@ -97,7 +107,9 @@ struct FwdTraits {
   using GeneralArguments = cute::conditional_t<kHasBoxedBias, UnalignedBiasFwdArguments, GeneralFwdArguments>;
   using WholeArguments = cute::conditional_t<kPacked, PackedFwdArguments, FwdArguments>;
   using PlainArguments = cute::conditional_t<kSoftcap, SoftcapFwdArguments<WholeArguments>, WholeArguments>;
-  using UnsplitArguments = cute::conditional_t<kGeneral, GeneralArguments, PlainArguments>;
+  using UnsplitArguments =
+      cute::conditional_t<kGeneral, GeneralArguments,
+                          cute::conditional_t<kBiasInProduct, KeyBiasFwdArguments, PlainArguments>>;
   using Arguments = cute::conditional_t<kSplit, SplitFwdArguments<UnsplitArguments>, UnsplitArguments>;
   using WholeItem = cute::conditional_t<kPacked, PackedFwdItem, FwdItem>;
   using Item = cute::conditional_t<kSplit, SplitFwdItem, WholeItem>;
@@ -120,7 +132,7 @@ struct FwdTraits {
       kHeadDim == 128 && !kSplit && (kMode == ScoreMode::kPlain || kMode == ScoreMode::kPacked);
   // A consumer waits for the output of the tile before when it has a third of a thread's probabilities: see
   // stay_behind(). At these head dimensions long calls take 0.97 of the time with it, and with a bias in the product
-  // 0.96 at 128 and 0.985 at 64; elsewhere nothing is gained.
+  // 0.94 to 0.99 at all; elsewhere nothing is gained.
   static constexpr bool kHoldsOutput = kBiasInProduct || ((kHeadDim == 96 || kHeadDim == 128) &&
                                                           (kMode == ScoreMode::kPlain || kMode == ScoreMode::kPacked));
   static constexpr int kQStages = kBlocksPerSm == 2 || kHasRoomForQ ? 2 : 1;
@@ -189,10 +201,9 @@ struct FwdTraits {
     int32_t item[2];
     cute::conditional_t<
         kHasBoxedBias, BoxedBiasShared<kBlockM, kBlockN, kStages>,
-        cute::conditional_t<kGeneral,
-                            GeneralShared<kBlockM, kBlockN, kStages, kHasTileBias,
-                                          cute::conditional_t<kBiasInProduct, BiasOperands, NoOperands>>,
-                            cute::conditional_t<kSaysItems, FoundShared<Item>, NoGeneral>>>
+        cute::conditional_t<kGeneral, GeneralShared<kBlockM, kBlockN, kStages, kHasTileBias>,
+                            cute::conditional_t<kBiasInProduct, KeyBiasShared<kBlockN, kStages, BiasOperands>,
+                                                cute::conditional_t<kSaysItems, FoundShared<Item>, NoGeneral>>>>
         general;
 
     __device__ __forceinline__ Element* out() { return kOwnOut ? own_out : q; }

@@ -15,7 +15,9 @@ struct GatherTraits : FwdTraits<Element, kHeadDim, 2, kBlockN, kStages, ScoreMod
   static constexpr bool kBias = kBias_;  // each key has a bias, which is added to its logits
   // The products add the bias, except where it is too large for that (key_bias.cuh), which is decided for each key.
   static constexpr bool kBiasInProduct = kBias && !Base::kOverlaps;
-  using BiasOperands = typename Base::BiasOperands;
+  struct BiasOperands : Base::BiasOperands {
+    int32_t is_large[kStages];  // not 0 if `keys` of the stage lacks some of the bias, which is added to the scores
+  };
   // The three warpgroups share the registers that the block was launched with: 168 a thread, or 80 where two blocks
   // share an SM. If they asked for more in sum, setmaxnreg would wait forever.
   static constexpr int kProducerRegisters = kProducerRegisters_;

@@ -29,10 +29,6 @@ struct KeyBiasOperands {
 
   alignas(1024) Element keys[kStages * kBlockN * kCols];
   alignas(1024) Element rows[64 * kCols];  // the same for all consumers
-  // Over lists: not 0 if `keys` of the stage lacks some of the bias, which has to be added to the scores.
-  int32_t is_large[kStages];
-  // In the dense forward: what the stage's bias has in common, which `keys` lacks. NaN if it lacks all of the bias.
-  float middle[kStages];
 
   // The offset in bytes of the first eight columns of a row.
   static __device__ __forceinline__ uint32_t row_offset(int row) { return row * kRowBytes + (row / 4 % 2 << 4); }
@@ -63,7 +59,7 @@ __host__ __device__ __forceinline__ float most_bias_in_product(float softmax_sca
   return softmax_scale > 1e-30f && softmax_scale <= kMostScale ? fminf(64.f, 32768.f * softmax_scale) : -1.f;
 }
 
-// The largest middle of a tile's bias (see KeyBiasOperands), without its sign. The backward adds a bias to the scores in
+// The largest middle of a tile's bias (see KeyBiasShared), without its sign. The backward adds a bias to the scores in
 // fp32: logits near this number are rounded by up to 2^-12, in fp16 2^-15, so that probabilities change by at most an
 // eighth of what they do when they are rounded to 16 bits.
 template <class Element>
