@@ -91,6 +91,16 @@ def test_key_bias_and_its_gradient(head_dim: int) -> None:
     check(Case(1300, 1100, 2, 8, 2, head_dim, bias="bh1k", causal=True, dtype="f16"))
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("seqlen_k", [1, 50, 128, 129, 200])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_key_bias_of_many_rows_over_few_keys(head_dim: int, seqlen_k: int) -> None:
+    """More blocks of rows than SMs, with one or a few tiles of keys each."""
+    case = Case(1100, seqlen_k, 4, 10, 5, head_dim, bias="bk1k", dlse=True)
+    check(case)
+    check(case.with_(causal=True, dtype="f16"))  # most rows see no key
+
+
 @pytest.mark.parametrize("scale", [1e-4, 0.02, 30.0, 1e4])
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 def test_key_bias_beside_a_scale(dtype: str, scale: float) -> None:

@@ -65,7 +65,8 @@ bool sm90_serves_bias(const FwdParams& p) {
   const Strides3 stride = {bias.batch_stride, bias.head_stride, bias.row_stride};
   return bias.col_stride == 1 && serves_bias_tiles(stride, p.batch, p.seqlen_q, p.nheads, p.seqlen_k);
 }
-// Windows have a kernel of their own; the kernels for softcap and for a bias for each key find windows, too.
+// Windows have a kernel of their own; the kernels for softcap, and that for a bias for each key beside a mask, find
+// windows, too.
 bool sm90_serves_window(const FwdParams& p) {
   const bool has_key_bias = p.bias.kind == BiasKind::kKey && p.softcap == 0.f && p.softmax_scale > 0.f;
   return p.window == 0 || has_plain_window(p) || has_plain_softcap(p) || has_key_bias;

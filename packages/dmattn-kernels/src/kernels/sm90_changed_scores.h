@@ -35,8 +35,8 @@ constexpr Sm90FwdTile sm90_key_bias_fwd_tile(int head_dim) {
   return head_dim <= 64    ? Sm90FwdTile{3, 128}  // 122 KB
          : head_dim <= 96  ? Sm90FwdTile{2, 128}  // 154 KB
          : head_dim <= 128 ? Sm90FwdTile{2, 128}  // 202 KB
-         : head_dim <= 192 ? Sm90FwdTile{2, 96}   // 201 KB
-                           : Sm90FwdTile{2, 64};  // 199 KB
+         : head_dim <= 192 ? Sm90FwdTile{2, 96}   // 200 KB
+                           : Sm90FwdTile{2, 64};  // 198 KB
 }
 
 // The tile of a call with softcap, a mask or a bias whose keys are split into `shares` parts.

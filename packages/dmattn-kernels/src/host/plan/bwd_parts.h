@@ -7,8 +7,8 @@ namespace dmattn {
 
 // Whether a mask or a window hides keys that causality and the lengths leave.
 bool hides_keys(const BwdPlan& plan);
-// Whether there is a bias for each key, and no mask, window or fixed order of sums. Up to head_dim 128 Hopper has a
-// kernel for this that differs from the one without a bias in nothing but the bias.
+// Whether there is a bias for each key, and no mask, window or fixed order of sums. Hopper has a kernel for this that
+// differs from the one without a bias in nothing but the bias.
 bool has_key_bias_alone(const BwdPlan& plan);
 // Whether thread blocks can take turns at a shared dbias: in Hopper's kernels up to head_dim 128, if all that share
 // it have the same mask and so the same tiles.

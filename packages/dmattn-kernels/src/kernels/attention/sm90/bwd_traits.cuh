@@ -35,7 +35,7 @@ enum class BwdVariant {
                // the bias may be fp32.
   kWideBias,   // an fp32 bias for each row and key, and its gradient
   kKeyBias,    // a bias for each key, and its gradient, without mask and window
-  kMaskedKeyBias,  // the same beside a mask or a window
+  kMaskedKeyBias,  // the same beside a mask or a window; wide heads also have it where sums are in a fixed order
   kLists,          // lists of keys
   kBiasLists,      // lists of keys with a bias for each key, and its gradient
   kOrderedLists,   // as kLists, with all sums in a fixed order

@@ -140,7 +140,7 @@ struct BiasOperandsLoader {
 #pragma unroll
     for (int i = 0; i < kKeysPerLane; ++i) st_shared_v2(own_row + i * (32 * Operands::kRowBytes), columns[i]);
     if (is_large) write_key_bias<T::kBlockN>(bias, smem_u32(s.general.large[place.stage]), lane);
-    if (lane == 0) s.general.middle[place.stage] = middle;
+    if (lane == 0) st_shared(smem_u32(s.general.middle + place.stage), __float_as_uint(middle));
     cutlass::arch::fence_view_async_shared();  // the tensor cores see what was written
   }
   // A number from which no number of the tile's bias is further away than `most`; NaN if there is none, or if it is too

@@ -29,9 +29,10 @@ enum class ScoreMode {
   kPackedSoftcap,  // softcap, over packed sequences
 };
 // Modes that have kernels whose items have a share of the keys each. These serve no windows, and modes for windows or
-// packed sequences have none of them.
+// packed sequences have none of them; for a bias for each key they are those of kMaskedKeyBias.
 constexpr bool may_split_keys(ScoreMode mode) {
-  return mode != ScoreMode::kWindow && mode != ScoreMode::kPacked && mode != ScoreMode::kPackedSoftcap;
+  return mode != ScoreMode::kWindow && mode != ScoreMode::kKeyBias && mode != ScoreMode::kPacked &&
+         mode != ScoreMode::kPackedSoftcap;
 }
 // Whether the rows of a call see a window of keys: never, if FwdArguments::window says so, or always.
 enum class Windows { kNever, kMaybe, kAlways };
