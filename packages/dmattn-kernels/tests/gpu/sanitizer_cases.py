@@ -613,7 +613,7 @@ def enqueue_both(
     call |= {"softmax_scale": scale, "softcap": launch.softcap, "is_causal": launch.causal}
     # Hopper's backward with a bias needs the rest of the log-sum-exp; the one over few keys may be
     # given it.
-    named = launch.name.startswith(("dense rows", "few keys", "no keys"))
+    named = launch.name.startswith(("dense rows", "wide heads", "few keys", "no keys"))
     if launch.bias and (launch.select or named):
         rest = gpu.output(row_shape, "f32", fill)
         call["lse_rest"] = rest.view
