@@ -332,9 +332,17 @@ def test_what_does_not_fit_is_refused() -> None:
     check_refused(
         cache,
         ValueError,
-        r"got a DogeCache of \(layers, window\) \(2, 16\), wanted \(2, 17\)",
+        "got a DogeCache of 2 layers that keep 16 keys, wanted 2 layers that keep 17 keys",
         lambda: other(new, past_key_values=cache),
     )
+    # Layers keep the number of keys with which they were made.
+    changed = enable_doge(make_doge()).eval()
+    changed.config.keep_window_size = 4
+    small = DogeCache(changed.config)
+    words = "layers that keep 4 keys, wanted 2 layers that keep 16 keys, .* config was changed"
+    with torch.no_grad(), pytest.raises(ValueError, match=words):
+        changed(new, past_key_values=small)
+    assert small.get_seq_length() == 0
     check_refused(cache, TypeError, r"indices: got \[1\]", lambda: cache.batch_select_indices([1]))
     check_refused(cache, TypeError, r"beam_idx: got \[1, 0\]", lambda: cache.reorder_cache([1, 0]))
     for call in (

@@ -3,6 +3,8 @@
 import copy
 import functools
 import io
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -307,6 +309,19 @@ def test_copies_are_enabled_too() -> None:
             twin.model.layers[0].self_attn.dt_proj.weight.mul_(3)
         assert not torch.equal(twin(ids).logits, before)  # its own parameters, not the model's
         assert torch.equal(model(ids).logits, before)
+
+
+def test_loaded_where_nothing_is_registered(tmp_path: Path) -> None:
+    """A whole model can be switched off and on in a process that has not called register()."""
+    torch.save(enable_doge(make_doge()), tmp_path / "model")
+    code = (
+        f"import torch; model = torch.load({str(tmp_path / 'model')!r}, weights_only=False);"
+        "model.set_attn_implementation('eager'); model.set_attn_implementation('dmattn');"
+        "print(model(torch.arange(3, 23)[None]).logits.shape[1])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["20"]
 
 
 def test_hooks_of_accelerate() -> None:

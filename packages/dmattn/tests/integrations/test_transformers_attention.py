@@ -215,6 +215,12 @@ def test_batch_of_one(narrow: str) -> None:
 def test_refused() -> None:
     with pytest.raises(ValueError, match=r"dropout: got 0\.1, wanted 0"):
         attention_forward(Layer(), *operands(), None, dropout=0.1)
+    for sizes in ({"head_dim": 264}, {"value_dim": 264}):
+        with pytest.raises(ValueError, match=r"head_dim: got 264, wanted at most 256.*eager"):
+            attention_forward(Layer(), *operands(**sizes), None)
+    for shape in ((BATCH, 53), (BATCH, 1, 37, 53)):
+        with pytest.raises(TypeError, match=r"attention_mask: got dtype torch\.int64 in"):
+            attention_forward(Layer(), *operands(), torch.ones(shape, dtype=torch.int64))
 
 
 def test_no_attention_weights() -> None:

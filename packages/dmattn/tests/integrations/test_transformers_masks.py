@@ -180,6 +180,16 @@ def test_offset_as_tensor() -> None:
     assert torch.equal(row, wanted)
 
 
+def test_dense_after_the_offset_has_changed() -> None:
+    """A static cache adds the new tokens to its tensor before a layer can read the mask."""
+    offset = torch.tensor([60])
+    mask = make_mask(2, 40, 200, q_offset=offset, mask_function=window())
+    before = mask.clone()
+    offset.add_(40)
+    assert torch.equal(mask.clone(), before)
+    assert not before[0, 0, 0, 61:].any()
+
+
 def test_unknown_patterns_are_dense() -> None:
     odd = masking_utils.and_masks(causal(), lambda b, h, q, k: (q - k) % 2 == 0)
     future = masking_utils.or_masks(causal(), lambda b, h, q, k: k < 4)

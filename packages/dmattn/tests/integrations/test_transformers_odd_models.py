@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from doge_models import make_doge
 from hf_models import VOCABULARY, with_attention
 from torch_releases import COMPILES_WHOLE_MODELS, needs_2_9
+from transformers import StaticCache
 from transformers.masking_utils import create_causal_mask
 from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLTextConfig
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLTextModel
@@ -343,6 +345,28 @@ def test_sinks_of_each_row(documents: bool) -> None:
     operands = (query, key, value, sinks)
     found = torch.autograd.grad((out.transpose(1, 2) * weights).sum(), operands)
     torch.testing.assert_close(found, torch.autograd.grad((wanted * weights).sum(), operands))
+
+
+def _doge() -> Any:
+    """Without `enable_doge`: its layers read the mask."""
+    return make_doge(window=8)
+
+
+@pytest.mark.parametrize("make", [_doge, _deepseek_sparse])
+def test_masks_that_layers_read_behind_a_static_cache(make: Callable[[], Any]) -> None:
+    """A prompt in two parts, and another one into the same cache after reset()."""
+    model = make_model(make)
+    found = {}
+    for implementation in ("eager", "dmattn"):
+        cache = StaticCache(config=model.config, max_cache_len=LENGTH + 5)
+        parts = [tokens()[:, :17], tokens()[:, 17:], tokens()]
+        logits = []
+        for part in parts:
+            if part.shape[1] == LENGTH:
+                cache.reset()
+            logits.append(outputs(model, implementation, part, past_key_values=cache))
+        found[implementation] = logits
+    torch.testing.assert_close(found["dmattn"], found["eager"], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("make", [_deepseek_sparse, _minimax_sparse])

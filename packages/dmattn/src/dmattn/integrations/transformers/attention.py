@@ -8,6 +8,7 @@ from transformers.utils import logging
 
 from dmattn import KeySelection, flash_dmattn_func, flash_dmattn_varlen_func
 from dmattn import sliding_window as select_window
+from dmattn.checks import MAX_HEAD_DIM
 from dmattn.integrations.transformers.interval_mask import Documents, IntervalMask, VisibleKeys
 from dmattn.validation import check_optional_tensor
 
@@ -69,10 +70,11 @@ def attention_forward(
     Raises:
         ValueError: dropout is not 0, the mask is for another number of keys, cu_seq_lens_q is
             given in a call that does not support it, or as `dmattn.flash_dmattn_func`.
-        TypeError: the mask is no tensor, or as `dmattn.flash_dmattn_func`.
+        TypeError: the mask is no tensor or has integers, or as `dmattn.flash_dmattn_func`.
     """
     check_call("dropout", dropout, kwargs)
     attention_mask = check_optional_tensor("attention_mask", attention_mask)
+    _check_head_dim(query, value)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     query, key, value = _one_batch_size(*_one_dtype(query, key, value))
@@ -148,6 +150,15 @@ class _SeenKeys(NamedTuple):
     bias: Tensor | None = None
     documents: Documents | None = None
     selection: KeySelection | None = None
+
+
+def _check_head_dim(query: Tensor, value: Tensor) -> None:
+    head_dim = max(query.shape[-1], value.shape[-1])
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(
+            f"head_dim: got {head_dim}, wanted at most {MAX_HEAD_DIM} for dmattn's kernels; "
+            'set_attn_implementation("eager") serves this model, and mostly "sdpa", too'
+        )
 
 
 def _description(mask: Tensor | None, query: Tensor, key: Tensor) -> VisibleKeys | None:
@@ -241,11 +252,17 @@ def _by_position(
 
 
 def _check_keys(mask: Tensor, key_len: int) -> None:
-    """Raise ValueError for a mask of another number of keys; no guess is made which are meant.
+    """Raise an error for a mask of another number of keys, or of integers.
 
     transformers makes such masks if an attention_mask is longer than the inputs, or if it covers
-    tokens that were cropped from the cache.
+    tokens that were cropped from the cache. No guess is made which keys are meant.
     """
+    is_added = mask.dim() == 4 and mask.is_floating_point()
+    if mask.dtype != torch.bool and not is_added:
+        raise TypeError(
+            f"attention_mask: got dtype {mask.dtype} in {mask.dim()} dimensions, wanted torch.bool "
+            "(True = attend), or a floating dtype in 4 dimensions, added to the logits"
+        )
     keys = mask.shape[-1]
     if not (keys == key_len or keys == 1):
         raise ValueError(

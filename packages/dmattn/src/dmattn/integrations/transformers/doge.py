@@ -84,6 +84,7 @@ def enable_doge(model: Model, use_dynamic_mask_cache: bool = False) -> Model:
             DogeCache(body.config)  # raises if the config allows no such cache
     register()
     for body in bodies:
+        body._dmattn_registration = _Registration()
         _set_forward(body, functools.partial(_model_forward, body, use_dynamic_mask_cache))
         for layer in body.modules():
             if isinstance(layer, DogeAttention):
@@ -99,6 +100,18 @@ def enable_doge(model: Model, use_dynamic_mask_cache: bool = False) -> Model:
                 _set_generate(owner, use_dynamic_mask_cache)
                 owner.create_masks_for_generate = functools.partial(_masks_for_generate, owner)
     return model
+
+
+class _Registration:
+    """Registers the attention implementation when a model is loaded whole, as by `torch.load`."""
+
+    def __reduce__(self) -> tuple[Callable[[], "_Registration"], tuple[()]]:
+        return _registered, ()
+
+
+def _registered() -> _Registration:
+    register()
+    return _Registration()
 
 
 def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -145,6 +158,7 @@ def _model_forward(
         else:
             kwargs[_SEEN] = seen_keys(
                 model.config,
+                min(_window_sizes(model)),
                 hidden_shape,
                 inputs.device,
                 attention_mask,
@@ -185,6 +199,13 @@ def _needs_gradients(model: DogeModel, inputs_embeds: Tensor | None) -> bool:
     return any(p.requires_grad for p in model.parameters())
 
 
+def _window_sizes(model: DogeModel) -> list[int]:
+    """How many keys each layer keeps: what the config said when the layer was made."""
+    of_config = model.config.keep_window_size
+    sizes = [getattr(layer.self_attn, "keep_window_size", of_config) for layer in model.layers]
+    return sizes or [of_config]
+
+
 def _check_cache(
     model: DogeModel, cache: DogeCache, inputs_embeds: Tensor | None, is_causal: bool
 ) -> None:
@@ -199,13 +220,20 @@ def _check_cache(
             "past_key_values: got a DogeCache where gradients are needed, which it does not carry; "
             "call the model under torch.no_grad(), or use a transformers.DynamicCache"
         )
-    wanted = (model.config.num_hidden_layers, model.config.keep_window_size)
-    found = (len(cache.layers), cache.layers[0].window_size if cache.layers else None)
+    wanted = _window_sizes(model)
+    found = [layer.window_size for layer in cache.layers]
     if found != wanted:
         raise ValueError(
-            f"past_key_values: got a DogeCache of (layers, window) {found}, wanted {wanted}, as "
-            "DogeCache(model.config) has them"
+            f"past_key_values: got a DogeCache of {_in_words(found)}, wanted {_in_words(wanted)}, "
+            "as the model has. DogeCache(model.config) has them, unless the config was changed: "
+            "layers keep the number of keys with which they were made"
         )
+
+
+def _in_words(windows: list[int]) -> str:
+    """How many layers keep how many keys."""
+    sizes = " or ".join(map(str, sorted(set(windows))))
+    return f"{len(windows)} layers that keep {sizes} keys"
 
 
 def _new_tokens(
@@ -228,7 +256,8 @@ def _new_tokens(
         got = type(attention_mask).__name__ if got is None else f"shape {tuple(got)}"
         raise ValueError(
             f"attention_mask: got {got}, wanted {wanted} beside a DogeCache: all tokens so far, "
-            "those at hand included"
+            "those at hand included. (With use_cache=False, generate passes earlier tokens again "
+            "and cannot use a cache.)"
         )
     return attention_mask[:, before:].bool()
 

@@ -76,6 +76,7 @@ class _Call(NamedTuple):
 
 def seen_keys(
     config: Any,
+    keep: int,
     hidden_shape: tuple[int, int],
     device: torch.device,
     attention_mask: Any,
@@ -88,6 +89,7 @@ def seen_keys(
 
     Args:
         config: of the model.
+        keep: the smallest number of keys that a row keeps in any layer.
         hidden_shape: (B, Sq).
         device: of the inputs.
         attention_mask: None, (B, tokens in the cache + Sq) with 0 or False at padding, or a mask of
@@ -119,10 +121,10 @@ def seen_keys(
         key_len, first_key = cache.get_mask_sizes(query_len, 0)
     # Under torch.compile the description of an IntervalMask can be read, but not its shape.
     if isinstance(attention_mask, IntervalMask) and torch.compiler.is_compiling():
-        return of_mask(config.keep_window_size, attention_mask)
+        return of_mask(keep, attention_mask)
     if attention_mask is not None and attention_mask.dim() == 4:
         _check_mask(attention_mask, config, batch, query_len, key_len)
-        return of_mask(config.keep_window_size, attention_mask)
+        return of_mask(keep, attention_mask)
     if isinstance(offset, Tensor):
         offset = offset.to(device)
         if query_len > 1 and not is_tracing(offset):
@@ -139,7 +141,7 @@ def seen_keys(
         documents = find_packed_sequence_indices(position_ids.expand(batch, -1))
     total = offset + query_len - first_key
     window = config.sliding_window
-    call = _Call(batch, query_len, key_len, total, device, config.keep_window_size, window)
+    call = _Call(batch, query_len, key_len, total, device, keep, window)
     if not is_causal:
         return _both_ways(call, padding)
     return _seen(call, padding, documents)

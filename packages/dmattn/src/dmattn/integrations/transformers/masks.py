@@ -122,8 +122,11 @@ def make_mask(
         return _for_all_rows(padding, batch_size, q_length, kv_length)
     if q_length == 1 and isinstance(q_offset, Tensor):
         return make_dense()  # a single row costs less than reading the tensor
-    # q_offset is read once, so that no layer has to attend to the unused end of a static cache.
-    key_len = int(q_offset) + q_length - kv_offset
+    # q_offset is read once, so that no layer has to attend to the unused end of a static cache. The
+    # cache changes this tensor before a layer can ask for the dense mask.
+    first_row = int(q_offset)
+    make_dense = partial(make_dense, q_offset=first_row)
+    key_len = first_row + q_length - kv_offset
     if not q_length <= key_len <= kv_length:
         return make_dense()
     visible = _visible_keys(batch_size, q_length, key_len, pattern, padding, kv_offset, device)
