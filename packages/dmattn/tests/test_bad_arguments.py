@@ -205,6 +205,7 @@ def test_each_argument_is_named(call: str) -> None:
             assert is_named and "wanted" in rest, (name, junk, str(found.value))
 
 
+F8 = Q.to(torch.float8_e4m3fn)
 BAD: list[tuple[Callable[..., Any], tuple[Any, ...], type[Exception], str]] = [
     (flash_dmattn_func, (Q, K, V, None, None, np.True_), TypeError, "softmax_scale: got"),
     (flash_dmattn_func_auto, (3,), TypeError, r"backend: got 3 \(int\), wanted one of 'cuda', "),
@@ -218,6 +219,24 @@ BAD: list[tuple[Callable[..., Any], tuple[Any, ...], type[Exception], str]] = [
         "value_layer: got device meta, wanted cpu as query_layer",
     ),
     (apply_rotary, (Q.long(), Q[0, :, 0, :4], Q[0, :, 0, :4]), TypeError, "x: got dtype torch.int"),
+    (
+        apply_rotary,
+        (Q[..., :7], Q[0, :, 0, :3], Q[0, :, 0, :3]),
+        ValueError,
+        "x: got head_dim 7, w",
+    ),
+    (
+        apply_rotary,
+        (Q[..., :1], Q[0, :, 0, :0], Q[0, :, 0, :0]),
+        ValueError,
+        "x: got head_dim 1, w",
+    ),
+    # torch cannot compute with eight bits.
+    (apply_rotary, (F8, Q[0, :, 0, :4], Q[0, :, 0, :4]), TypeError, "x: got dtype torch.float8"),
+    (select_keys, (F8[:, 0], 3), TypeError, "attn_bias: got dtype torch.float8"),
+    (KeyState.of, (K, V, F8[:, 0], 3), TypeError, "attn_bias: got dtype torch.float8"),
+    (key_scores, (F8[:, 0], F8[0, 0, 0]), TypeError, "dt: got dtype torch.float8"),
+    (create_mask, (F8, None, 2, 6, 7, 2), TypeError, "attention_bias: got dtype torch.float8"),
     (create_mask, (BIAS, None, 3, 6, 7, 2), ValueError, r"attention_bias: got .*\(3\|1, heads\|1"),
     (create_mask, (BIAS.expand(2, 2, 5, 7), None, 2, 6, 7, 2), ValueError, "attention_bias: got"),
 ]
@@ -237,6 +256,8 @@ def test_values_that_do_not_fit(
 def test_sizes_and_kinds_of_a_layer() -> None:
     with pytest.raises(TypeError, match=r"dtype: got torch.int32, wanted a floating dtype"):
         DynamicMaskAttention(16, 4, dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"dtype: got torch.float8_e4m3fn, wanted a floating dtype"):
+        DynamicMaskAttention(16, 4, dtype=torch.float8_e4m3fn)
     with pytest.raises(TypeError, match=r"num_score_heads: got True \(bool\), wanted an int"):
         DynamicMaskAttention(16, 1, num_score_heads=True)
     with pytest.raises(TypeError, match=r"device: got 'gpu' \(str\), wanted a torch.device"):

@@ -400,6 +400,8 @@ def test_bad_steps_leave_the_cache_unchanged(evict: bool) -> None:
     for given, options, error, message in bad:
         with pytest.raises(error, match=message):
             cache.append_and_attend(*given, **options)
+    with pytest.raises(RuntimeError, match="require gradients"):
+        cache.prefill(k.clone().requires_grad_(), v, score)
     prompts: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"lengths": torch.ones(3).int()}, ValueError, "lengths: got shape"),
         ({"lengths": torch.ones(2)}, TypeError, "lengths: got dtype"),

@@ -42,8 +42,9 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"sinks": zeros(4, dtype=torch.int64)},
         TypeError,
-        "sinks: got dtype torch.int64, wanted a floating one",
+        "sinks: got dtype torch.int64, wanted a floating dtype",
     ),
+    ({"sinks": zeros(4).to(torch.float8_e4m3fn)}, TypeError, "sinks: got dtype torch.float8_e4m3"),
     ({"sinks": zeros(2)}, ValueError, r"sinks: got shape \(2,\), wanted \(4,\), one for each head"),
     ({"sinks": zeros(4, 1)}, ValueError, r"sinks: got shape \(4, 1\), wanted \(4,\)"),
     (

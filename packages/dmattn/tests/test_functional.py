@@ -285,7 +285,7 @@ def test_numpy_numbers() -> None:
     assert torch.equal(plain, given)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8, torch.uint16])
 def test_padding_masks_of_two_dimensions(dtype: torch.dtype) -> None:
     case = random_case(is_causal=True)
     mask = torch.rand(2, 11) < 0.6

@@ -444,6 +444,11 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         "attn_mask: got shape .* with rows of their own, .* dmattn.top_window_mask",
     ),
+    (
+        {"attn_mask": torch.ones(2, 1, 0, 6).bool()},
+        ValueError,
+        r"\(2, 1, 0, 6\), whose 0 rows have",
+    ),
     ({"attn_mask": torch.ones(3, 1, 1, 6).bool()}, ValueError, "attn_mask: got batch 3, wanted 2"),
     ({"attn_mask": torch.ones(2, 3, 1, 6).bool()}, ValueError, "attn_mask: got 3 heads"),
     ({"attn_bias": [[[0.0]]]}, TypeError, r"attn_bias: got \[\[\[0.0\]\]\] \(list\), wanted a fl"),

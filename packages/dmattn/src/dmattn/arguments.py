@@ -14,10 +14,9 @@ from dmattn.validation import (
     check_int,
     check_optional_tensor,
     check_tensor,
+    is_integer,
     is_one_or,
 )
-
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def checked_problem(
@@ -189,7 +188,7 @@ def _four_dimensions(mask: Tensor, query: Tensor, key: Any) -> Tensor:
             "(seqlen_q, seqlen_k) here; wanted mask[:, None, None] for padding, or "
             "mask[None, None] for rows of their own"
         )
-    if mask.dtype in _INTEGERS and (is_padding or first == 1):
+    if is_integer(mask.dtype) and (is_padding or first == 1):
         mask = mask != 0  # a padding mask as a tokenizer returns it
     return mask[:, None, None] if is_padding else mask[None, None]
 

@@ -24,6 +24,7 @@ from dmattn.cache_checks import (
     check_cache_head_dim,
     check_cache_input,
     check_entry_dtype,
+    check_no_gradients,
     check_places,
     check_prompt_room,
     check_prompt_selection,
@@ -81,7 +82,7 @@ class DynamicMaskCache:
     of the results.
 
     A cache can be copied (`clone`, copy.deepcopy) and saved with torch.save; torch.load takes it
-    with weights_only=True, once dmattn is imported.
+    with weights_only=True, once dmattn is imported. Only a clone still refuses other layers.
 
     Attributes:
         k, v: (B, entries, HK, D); entries = window_size, or capacity without evict. With evict they
@@ -202,6 +203,7 @@ class DynamicMaskCache:
 
         Raises:
             TypeError, ValueError: something does not fit the cache, which is then unchanged.
+            RuntimeError: a gradient would be needed.
         """
         _, entries, nheads_k, head_dim = self.k.shape
         rows = self._check_slots(slots)
@@ -209,6 +211,7 @@ class DynamicMaskCache:
         self._check("key", key, (batch, seqlen, nheads_k, head_dim), self.k.dtype)
         self._check("value", value, (batch, seqlen, nheads_k, head_dim), self.k.dtype)
         self._check("score", score, (batch, nheads_k, seqlen), self.score.dtype)
+        check_no_gradients(key, value, score)
         if selection is not None:
             shape = (batch, nheads_k, seqlen)
             check_prompt_selection(selection, self.window_size, shape, self.k.device)

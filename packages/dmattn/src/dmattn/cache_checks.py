@@ -186,17 +186,22 @@ def check_step(
         check_cache_input("active", active, wanted, torch.bool, entries)
         if by_slot:
             active = active[:, None].expand(-1, tokens)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, score)):
-        raise RuntimeError(
-            "DynamicMaskCache: got tensors that require gradients, wanted "
-            "torch.no_grad(): decoding has none"
-        )
+    check_no_gradients(query, key, value, score)
     softcap = check_float32("softcap", softcap, 0)
     if softmax_scale is None:
         scale = head_dim**-0.5
     else:
         scale = check_float32("softmax_scale", softmax_scale)
     return CacheTokens(key, value, score, active), scale, softcap
+
+
+def check_no_gradients(*tensors: Tensor) -> None:
+    """Raise RuntimeError if a gradient would be needed, which no cache carries."""
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise RuntimeError(
+            "DynamicMaskCache: got tensors that require gradients, wanted "
+            "torch.no_grad(): decoding has none"
+        )
 
 
 def check_room(

@@ -23,6 +23,8 @@ from dmattn.problem import (
     lse_shape,
 )
 from dmattn.validation import (
+    DTYPES,
+    check_floating,
     check_int,
     check_optional_tensor,
     check_tensor,
@@ -34,8 +36,6 @@ from dmattn.validation import (
 MAX_HEAD_DIM = 256
 # The CUDA kernels read vectors of 8 half-precision elements along head_dim.
 HEAD_DIM_MULTIPLE = 8
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check(problem: Problem) -> None:
@@ -285,8 +285,7 @@ def _check_packed_operand(name: str, t: Tensor, problem: Problem, packing: Packi
 
 def _check_sinks(sinks: Tensor, problem: Problem) -> None:
     nheads = problem.q.shape[-2]
-    if not sinks.is_floating_point():
-        raise TypeError(f"sinks: got dtype {sinks.dtype}, wanted a floating one")
+    check_floating("sinks", sinks)
     if sinks.dim() != 1 or sinks.shape[0] != nheads:
         raise ValueError(
             f"sinks: got shape {tuple(sinks.shape)}, wanted ({nheads},), one for each head of query"

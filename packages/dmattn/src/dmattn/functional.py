@@ -151,7 +151,7 @@ def flash_dmattn_func(
             value, whichever has the smaller head dimension, are copied with zeros appended.
         attn_mask: bool ({B|1}, {H|HK|1}, {Sq|1}, {Sk|1}), True = attend. If the mask is the same
             for all queries (its Sq dimension is 1), the cost follows the number of kept keys. A
-            mask of two dimensions is either a padding mask (B, Sk), of bools or of the integers
+            mask of two dimensions is either a padding mask ({B|1}, Sk), of bools or of the integers
             that a tokenizer returns (0 = padding), or a bool (Sq, Sk), as
             scaled_dot_product_attention takes it. If B = Sq > 1 it could be either, and is refused.
         attn_bias: the dtype of query, or float32; shapes as attn_mask has them in four dimensions.

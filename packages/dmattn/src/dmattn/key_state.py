@@ -17,16 +17,23 @@ from torch.fx._pytree import register_pytree_flatten_spec
 from torch.utils import _pytree as pytree
 
 from dmattn.arguments import check_window_size
-from dmattn.checks import DTYPES, check_head_dim
+from dmattn.checks import check_head_dim
 from dmattn.dispatch import is_plain_call, nobody_intercepts, select, way_without_graph
 from dmattn.key_lists import capacity_for, first_fall, rows_at
 from dmattn.ops.keys import join_keys, keep_keys
 from dmattn.ops.selection import build_key_lists, select_keys
 from dmattn.ops.sharding import refuse_dtensors
-from dmattn.selection import check_boundary_tensor, key_only_mask, listed_boundaries
+from dmattn.selection import (
+    SCORE_PER_KEY,
+    check_boundary_tensor,
+    key_only_mask,
+    listed_boundaries,
+)
 from dmattn.validation import (
+    DTYPES,
     can_be_read,
     check_can_move,
+    check_floating,
     check_same_device,
     check_shape,
     check_tensor,
@@ -502,10 +509,7 @@ def _check_key_value(key: Any, value: Any) -> None:
 
 def _check_scores(attn_bias: Any, key: Tensor) -> Tensor:
     """attn_bias as ({B|1}, heads, S)."""
-    wanted = "a floating tensor, a score per key"
-    scores = check_tensor("attn_bias", attn_bias, wanted)
-    if not scores.is_floating_point():
-        raise TypeError(f"attn_bias: got dtype {scores.dtype}, wanted {wanted}")
+    scores = check_floating("attn_bias", attn_bias, SCORE_PER_KEY)
     check_same_device("attn_bias", scores, key.device, "key")
     batch, seqlen, nheads_k, _ = key.shape
     if scores.dim() == 4 and scores.shape[2] == 1:

@@ -12,7 +12,7 @@ from dmattn.arguments import without_autocast
 from dmattn.cache import DynamicMaskCache
 from dmattn.functional import flash_dmattn_func
 from dmattn.selection import select_keys
-from dmattn.validation import check_bool, check_same_device, check_shape, check_tensor
+from dmattn.validation import check_bool, check_floating, check_same_device, check_shape
 
 # exp(80) is 5.5e34. A score above it would drown every logit anyway; without the limit the score,
 # and with it the attention output, would overflow to INF while the parameters are still finite.
@@ -39,8 +39,7 @@ def key_scores(dt: Tensor, A: Tensor, exp_score: bool = True) -> Tensor:
         ValueError: a shape or device does not fit.
     """
     for name, t in (("dt", dt), ("A", A)):
-        if not check_tensor(name, t).is_floating_point():
-            raise TypeError(f"{name}: got dtype {t.dtype}, wanted a floating dtype")
+        check_floating(name, t)
     exp_score = check_bool("exp_score", exp_score)
     if dt.dim() != 3:
         raise ValueError(f"dt: got shape {tuple(dt.shape)}, wanted (batch, seqlen, score heads)")

@@ -33,6 +33,7 @@ from dmattn.validation import (
     check_bool,
     check_can_move,
     check_device,
+    check_floating,
     check_int,
     check_mask,
     check_optional_tensor,
@@ -48,6 +49,7 @@ from dmattn.validation import (
 )
 
 _INTEGERS = (torch.int32, torch.int64)
+SCORE_PER_KEY = "a floating tensor of 16 to 64 bits, a score per key"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -463,6 +465,11 @@ def key_only_mask(attn_mask: Tensor, key_len: int) -> Tensor:
         )
     if mask.shape[2] == 0 and key_len == 0:  # an empty stretch, without rows and keys
         return mask.new_empty((*mask.shape[:2], 0))
+    if mask.shape[2] == 0:
+        raise ValueError(
+            f"attn_mask: got shape {shape}, whose 0 rows have no entry for any key, wanted "
+            f"(batch|1, heads|1, 1, {key_len}), as later rows need it"
+        )
     if may_differ_by_row(mask):
         raise ValueError(
             f"attn_mask: got shape {shape} with rows of their own, wanted one that is alike for "
@@ -506,9 +513,7 @@ def same_heads(scores: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor 
 
 def _key_scores(attn_bias: Tensor) -> Tensor:
     """attn_bias as ({B|1}, heads, Sk), detached from the graph."""
-    wanted = "a floating tensor, a score per key"
-    if not check_tensor("attn_bias", attn_bias, wanted).is_floating_point():
-        raise TypeError(f"attn_bias: got dtype {attn_bias.dtype}, wanted {wanted}")
+    attn_bias = check_floating("attn_bias", attn_bias, SCORE_PER_KEY)
     shape = tuple(attn_bias.shape)
     if len(shape) == 4 and shape[2] == 1:
         return attn_bias.detach().squeeze(2)

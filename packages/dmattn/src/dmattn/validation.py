@@ -20,6 +20,8 @@ _IS_WRAPPED: Callable[[Tensor], bool] | None = getattr(
 _FUNCTORCH_LEVEL: Callable[[], Any] | None = getattr(
     torch._C._functorch, "maybe_current_level", None
 )
+# The floating dtypes that are computed with. torch cannot compute with those of 8 bits.
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _TINY, _LARGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
@@ -210,6 +212,15 @@ def check_tensor_dtype(
     """Raise TypeError unless the tensor has one of these dtypes; `hint` ends the message."""
     if t.dtype not in allowed:
         raise TypeError(f"{name}: got dtype {t.dtype}, wanted {one_of(allowed)}{hint}")
+
+
+def check_floating(name: str, t: Any, wanted: str | None = None) -> Tensor:
+    """A tensor of one of `DTYPES`; raises TypeError for anything else."""
+    tensor = check_tensor(name, t, wanted or "a torch.Tensor")
+    if tensor.dtype not in DTYPES:
+        wanted = wanted or "a floating dtype of 16 to 64 bits"
+        raise TypeError(f"{name}: got dtype {tensor.dtype}, wanted {wanted}")
+    return tensor
 
 
 def check_dtype(name: str, value: Any) -> torch.dtype:

@@ -23,6 +23,7 @@ from dmattn.modules.rotary import apply_rotary, rotary_embedding
 from dmattn.scoring import attend_through_cache, key_scores
 from dmattn.utils.mask import top_window_mask
 from dmattn.validation import (
+    DTYPES,
     check_bool,
     check_device,
     check_dtype,
@@ -150,8 +151,8 @@ class DynamicMaskAttention(nn.Module):
         norm_eps = check_number("norm_eps", norm_eps, 0)
         if device is not None:
             device = check_device(device)
-        if dtype is not None and not check_dtype("dtype", dtype).is_floating_point:
-            raise TypeError(f"dtype: got {dtype}, wanted a floating dtype")
+        if dtype is not None and check_dtype("dtype", dtype) not in DTYPES:
+            raise TypeError(f"dtype: got {dtype}, wanted a floating dtype of 16 to 64 bits")
 
         def linear(inputs: int, outputs: int, kind: type[nn.Linear] = nn.Linear) -> nn.Linear:
             return kind(inputs, outputs, bias=bias, device=device, dtype=dtype)

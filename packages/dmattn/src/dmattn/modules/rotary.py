@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dmattn.validation import (
+    check_floating,
     check_int,
     check_number,
     check_same_device,
@@ -65,15 +66,16 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Raises:
         TypeError: an argument is no floating tensor.
-        ValueError: shapes or devices do not fit together.
+        ValueError: shapes or devices do not fit together, or D is odd.
     """
     for name, t in (("x", x), ("cos", cos), ("sin", sin)):
-        if not check_tensor(name, t).is_floating_point():
-            raise TypeError(f"{name}: got dtype {t.dtype}, wanted a floating dtype")
+        check_floating(name, t)
         check_same_device(name, t, x.device, "x")
     if x.dim() != 4:
         raise ValueError(f"x: got shape {tuple(x.shape)}, wanted (batch, seqlen, heads, head_dim)")
     batch, seqlen, _, head_dim = x.shape
+    if head_dim % 2 or head_dim == 0:
+        raise ValueError(f"x: got head_dim {head_dim}, wanted an even positive number")
     for name, table in (("cos", cos), ("sin", sin)):
         shape = table.shape
         fits = len(shape) in (2, 3) and shape[-2] == seqlen and shape[-1] == head_dim // 2

@@ -27,7 +27,7 @@ from dmattn.key_lists import (
 from dmattn.ops import batching
 from dmattn.ops.register import Operator, register
 from dmattn.ops.sharding import register_for
-from dmattn.validation import is_one_or
+from dmattn.validation import check_floating, is_one_or
 
 # Sizes are SymInt, so that one compiled graph serves every length. `lists`: how many lists to make,
 # at least one per block of rows (None: one per block); lists beyond the blocks are empty.
@@ -134,8 +134,7 @@ def _empty_selection(
         raise ValueError(
             f"scores: got shape {tuple(scores.shape)}, wanted (batch|1, heads|1, seqlen_k)"
         )
-    if not scores.is_floating_point():
-        raise TypeError(f"scores: got dtype {scores.dtype}, wanted a floating dtype")
+    check_floating("scores", scores)
     if scores.is_cuda and scores.dtype not in _CUDA_DTYPES:
         raise TypeError(f"scores: got dtype {scores.dtype}, wanted float16, bfloat16 or float32")
     if window < 1:

@@ -14,11 +14,11 @@ from torch import Tensor
 from dmattn.key_lists import best_keys, smaller
 from dmattn.validation import (
     check_bool,
+    check_floating,
     check_int,
     check_mask,
     check_number,
     check_same_device,
-    check_tensor,
     describe,
     is_one_or,
 )
@@ -352,10 +352,7 @@ def _check_bias(bias: Tensor, batch_size: int, query_len: int, key_len: int) -> 
 
 
 def _check_floating(bias: Tensor) -> None:
-    if not check_tensor("attention_bias", bias).is_floating_point():
-        raise TypeError(
-            f"attention_bias: got dtype {bias.dtype}, wanted a floating dtype to select by"
-        )
+    check_floating("attention_bias", bias)
 
 
 def _check_allowed(mask: Tensor, bias: Tensor, given: tuple[int, ...]) -> None:

@@ -52,7 +52,7 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 
     Args:
         values: (N, ...).
-        indices: int32 or int64 (N,), values in 0 .. M - 1, no two the same.
+        indices: int32 or int64 (N,), values in 0 .. M - 1, no two the same, which is not checked.
         first_axis_dim: M.
 
     Returns:

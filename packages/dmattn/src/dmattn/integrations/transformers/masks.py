@@ -100,9 +100,8 @@ def make_mask(
     is_told = says_causality and not getattr(config, "use_bidirectional_attention", None)
     allow_is_causal_skip &= is_told
     padding = _padding(attention_mask, kv_length, kv_offset)
-    make_dense: Callable[[], Tensor] = partial(
-        sdpa_mask, **call, allow_is_causal_skip=False, allow_is_bidirectional_skip=False
-    )
+    call |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    make_dense: Callable[[], Tensor] = partial(sdpa_mask, **call)
     if is_tracing(attention_mask) or is_tracing(q_offset):
         # Neither closures nor values can be inspected. Only the flags for skipping are reliable.
         if allow_is_bidirectional_skip and (local_size is None or kv_length < local_size):
@@ -125,7 +124,7 @@ def make_mask(
     # q_offset is read once, so that no layer has to attend to the unused end of a static cache. The
     # cache changes this tensor before a layer can ask for the dense mask.
     first_row = int(q_offset)
-    make_dense = partial(make_dense, q_offset=first_row)
+    make_dense_later: Callable[[], Tensor] = partial(sdpa_mask, **call | {"q_offset": first_row})
     key_len = first_row + q_length - kv_offset
     if not q_length <= key_len <= kv_length:
         return make_dense()
@@ -135,7 +134,7 @@ def make_mask(
         return None
     if q_length == 1:
         return make_dense()
-    return IntervalMask(visible, kv_length, make_dense)
+    return IntervalMask(visible, kv_length, make_dense_later)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
