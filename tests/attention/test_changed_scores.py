@@ -84,8 +84,7 @@ def test_key_bias_of_many_rows(head_dim: int, fill: str, dtype: str, f32: bool) 
 @pytest.mark.cuda
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 160, 256])
 def test_key_bias_and_its_gradient(head_dim: int) -> None:
-    """Few rows and many, keys that no row sees, and rows that see no key; heads of a group with a
-    bias each."""
+    """Few rows and many, and rows that see no key; heads of a group with a bias each."""
     check(Case(260, 1031, 2, 10, 5, head_dim, bias="bk1k", dlse=True))
     check(Case(1100, 1300, 2, 10, 5, head_dim, bias="bk1k", causal=True, dlse=True))
     check(Case(1300, 1100, 2, 8, 2, head_dim, bias="bh1k", causal=True, dtype="f16"))

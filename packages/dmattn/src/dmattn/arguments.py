@@ -1,7 +1,6 @@
 """From the arguments of a public attention call to a checked `Problem`."""
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -147,14 +146,6 @@ def is_autocast(query: Tensor) -> bool:
     if query.is_cpu:
         return torch.is_autocast_enabled("cpu")
     return query.is_xpu and torch.is_autocast_enabled("xpu")
-
-
-def without_autocast(device_type: str) -> AbstractContextManager[None]:
-    """A context in which autocast is off. The meta device has no autocast to turn off."""
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return nullcontext()
-    context: AbstractContextManager[None] = torch.autocast(device_type, enabled=False)
-    return context
 
 
 def _cast(t: Any, dtype: torch.dtype) -> Any:

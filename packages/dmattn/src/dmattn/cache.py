@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dmattn.arguments import without_autocast
+from dmattn.autocast import without_autocast
 from dmattn.backends.cpu import cache as cpu
 from dmattn.backends.cuda import cache as cuda
 from dmattn.backends.cuda.kernels import serves

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dmattn.arguments import without_autocast
+from dmattn.autocast import without_autocast
 from dmattn.cache import DynamicMaskCache
 from dmattn.functional import flash_dmattn_func
 from dmattn.selection import select_keys

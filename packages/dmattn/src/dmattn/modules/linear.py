@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dmattn.arguments import without_autocast
+from dmattn.autocast import without_autocast
 
 
 class Float32Linear(nn.Linear):

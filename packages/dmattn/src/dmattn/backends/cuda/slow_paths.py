@@ -50,7 +50,10 @@ def _head_dim(problem: Problem, tiles: tuple[int, ...]) -> list[str]:
         )
     if head_dim not in tiles:
         tile = next(size for size in tiles if head_dim <= size)
-        notes.append(f"head_dim {head_dim} costs as much as {tile}, the next one that has tiles")
+        notes.append(
+            f"head_dim {head_dim} costs as much as {tile}, the next one that has tiles in all "
+            "kernels; on Hopper some have them for 96 and 192, too"
+        )
     return notes
 
 
@@ -128,7 +131,7 @@ def _settings(problem: Problem) -> list[str]:
     if problem.softcap > 0:
         notes.append(
             "with softcap the backward uses kernels that may spill registers, except on Hopper "
-            "where there is neither a mask nor a bias"
+            "without a mask, a bias and kept keys (a sliding window has others above head_dim 128)"
         )
     # With few keys only the gradient of a bias is a sum of several parts.
     if problem.deterministic and not (has_few_keys(problem) and problem.bias is None):

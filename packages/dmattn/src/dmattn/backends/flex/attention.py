@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmattn.arguments import without_autocast
+from dmattn.autocast import without_autocast
 from dmattn.backends.base import Graph
 from dmattn.backends.flex import torch_flex
 from dmattn.backends.flex.limits import device_blocks, kernel_head_dim

@@ -22,7 +22,7 @@ from transformers.models.doge.modeling_doge import (
     apply_rotary_pos_emb,
 )
 
-from dmattn.arguments import without_autocast
+from dmattn.autocast import without_autocast
 from dmattn.integrations.transformers.attention import check_call
 from dmattn.integrations.transformers.doge_cache import DogeCache, DogeCacheLayer
 from dmattn.integrations.transformers.doge_keys import SeenKeys, attend, of_mask, seen_keys
