@@ -108,7 +108,7 @@ def maybe_create_mask(
     if window_size is None:
         return attention_mask
     window_size = check_int("window_size", window_size, 1)
-    _check_floating(attention_bias)
+    check_floating("attention_bias", attention_bias)
     if check_int("key_len", key_len, 0) <= window_size:
         return attention_mask
     return create_mask(
@@ -139,7 +139,7 @@ def dynamic_mask(
             block_size is below 1.
     """
     window_size = check_int("window_size", window_size, 1)
-    _check_floating(attention_bias)
+    check_floating("attention_bias", attention_bias)
     if attention_bias.dim() == 0:
         raise ValueError("attention_bias: got shape (), wanted (..., key_len)")
     if attention_mask is not None:
@@ -188,7 +188,7 @@ def top_window_mask(
     """
     window_size = check_int("window_size", window_size, 1)
     is_causal = check_bool("is_causal", is_causal)
-    _check_floating(attention_bias)
+    check_floating("attention_bias", attention_bias)
     bias = attention_bias.unsqueeze(2) if attention_bias.dim() == 3 else attention_bias
     key_len = bias.shape[-1] if bias.dim() > 0 else 0
     query_len = key_len if query_len is None else check_int("query_len", query_len, 0)
@@ -337,7 +337,7 @@ def _floor(min_dtype: float | None) -> float:
 
 
 def _check_bias(bias: Tensor, batch_size: int, query_len: int, key_len: int) -> None:
-    _check_floating(bias)
+    check_floating("attention_bias", bias)
     if (
         bias.dim() in (3, 4)
         and is_one_or(bias.shape[0], batch_size)
@@ -349,10 +349,6 @@ def _check_bias(bias: Tensor, batch_size: int, query_len: int, key_len: int) -> 
         f"attention_bias: got shape {tuple(bias.shape)}, wanted ({batch_size}|1, heads|1, "
         f"{query_len}|1, {key_len}) or ({batch_size}|1, heads, {key_len})"
     )
-
-
-def _check_floating(bias: Tensor) -> None:
-    check_floating("attention_bias", bias)
 
 
 def _check_allowed(mask: Tensor, bias: Tensor, given: tuple[int, ...]) -> None:
