@@ -15,7 +15,7 @@ struct Unit {
   Arch arch{};
   Direction direction = Direction::kForward;
   Dtype dtype = Dtype::kNone;
-  int32_t head_dim_tile = 0;  // one of kHeadDimTiles
+  int32_t head_dim_tile = 0;  // as head_dim_tile() rounds it up
   bool gathered = false;      // the keys come from lists; otherwise they are walked tile by tile
 
   constexpr bool operator==(const Unit& other) const {

@@ -20,17 +20,16 @@ constexpr Sm90FwdTile sm90_softcap_fwd_tile(int head_dim_tile) {
   return sm90_fwd_tile(head_dim_tile, Sm90FwdShape::kShort);
 }
 
-// Whether a call has the kernel for a bias for each key and nothing else. With few rows the kernel for such a bias beside
-// a mask is one or two microseconds faster, as it does not wait for the bias before its first product. At head_dim 96 it
-// has tiles of 128 columns, and is faster only up to 384 rows.
+// Whether a call has the kernel for a bias for each key and nothing else. With few rows the kernel for such a bias
+// beside a mask is one or two microseconds faster, as it does not wait for the bias before its first product. At
+// head_dim 96 it has tiles of 128 columns, and is faster only up to 384 rows.
 inline bool sm90_has_key_bias_alone(const FwdParams& p, int32_t shares) {
   if (p.bias.kind != BiasKind::kKey) return false;
-  if (p.head_dim <= 64) return sm90_general_fwd_is_tall(p, shares);
   const bool has_few_rows = sm90_fwd_head_dim(p.head_dim) == 96 ? p.seqlen_q <= 384 : sm90_has_few_rows(p.seqlen_q);
   return shares <= 1 && !has_few_rows && !p.has_mask && p.window == 0 && p.softcap == 0.f && p.softmax_scale > 0.f;
 }
-// Its tiles. Above head_dim 128 they have fewer keys than without a bias, since the operands of the bias take 32 bytes of
-// shared memory for each key.
+// Its tiles. Above head_dim 128 they have fewer keys than without a bias, since the operands of the bias take 32 bytes
+// of shared memory for each key.
 constexpr Sm90FwdTile sm90_key_bias_fwd_tile(int head_dim) {
   return head_dim <= 64    ? Sm90FwdTile{3, 128}  // 122 KB
          : head_dim <= 96  ? Sm90FwdTile{2, 128}  // 154 KB

@@ -138,8 +138,8 @@ constexpr Sm90ChangesTime sm90_changes_time_of(int head_dim) {
          : head_dim <= 192 ? Sm90ChangesTime{3700, 2720, 1350, 1260, 1370, 1520, 2900}
                            : Sm90ChangesTime{5200, 2720, 1640, 1590, 1620, 1880, 2900};
 }
-// The time of a tile of the kernel for a bias for each key alone over that of a tile of the kernel for such a bias beside
-// a mask, which has fewer keys at 192 and more columns at 96. From long calls.
+// The time of a tile of the kernel for a bias for each key alone over that of a tile of the kernel for such a bias
+// beside a mask, which has fewer keys at 192 and more columns at 96. From long calls.
 constexpr double sm90_key_bias_alone_time(int head_dim) {
   return head_dim <= 64 ? 1 : head_dim <= 96 ? 0.85 : head_dim <= 128 ? 0.92 : head_dim <= 192 ? 1.1 : 0.85;
 }

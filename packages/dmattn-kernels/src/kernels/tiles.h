@@ -45,8 +45,7 @@ struct BwdTile {
   int cluster = 1;  // thread blocks that share the keys of a tile; `warps` are those of all of them
 };
 
-// Head dimensions are rounded up to one of these.
-constexpr int kHeadDimTiles[] = {64, 128, 256};
+// Head dimensions are rounded up to one of three sizes, each of which has units of its own.
 constexpr int head_dim_tile(int head_dim) { return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256; }
 
 // A warp of the forward owns block_m / warps rows. With 32 rows it reads K and V from shared memory half as often for
@@ -107,13 +106,12 @@ constexpr Sm90FwdTile sm90_general_fwd_tile(int head_dim_tile, bool is_tall = fa
          : head_dim_tile <= 128 ? Sm90FwdTile{2, 128}              // 224 KB
                                 : Sm90FwdTile{2, 64};              // 224 KB
 }
-// With a bias and nothing else, head_dim 64 has tall tiles for the same reason as without a bias. Not with a mask,
+// With a bias for each row and key and nothing else, head_dim 64 has tall tiles, as without a bias. Not with a mask,
 // under which fewer tall tiles are empty; not with fp32 tiles of a bias, as three consumers leave too few registers
 // to read them ahead; and not with a window (see above). No kernel with tall tiles splits the keys.
 constexpr bool sm90_general_fwd_is_tall(const FwdParams& p, int32_t shares) {
-  return shares <= 1 && p.head_dim <= 64 && !sm90_has_few_rows(p.seqlen_q) &&
-         (p.bias.kind == BiasKind::kKey || p.bias.kind == BiasKind::kTile) && !p.has_mask && p.window == 0 &&
-         p.softcap == 0.f && p.softmax_scale > 0.f;
+  return shares <= 1 && p.head_dim <= 64 && !sm90_has_few_rows(p.seqlen_q) && p.bias.kind == BiasKind::kTile &&
+         !p.has_mask && p.window == 0 && p.softcap == 0.f && p.softmax_scale > 0.f;
 }
 
 // The forward on Hopper over lists of keys: two warpgroups of 64 rows each. For short lists an SM has two thread

@@ -6,8 +6,8 @@
 namespace dmattn {
 
 // What is subtracted from the scores of a row need not be their maximum: any number near it will do, since sums are
-// divided by sums in the end. With kLazy it is left as it is while a new maximum exceeds it little (see set_limit()), so
-// that the results of earlier tiles have to be rescaled in few tiles only.
+// divided by sums in the end. With kLazy it is left as it is while a new maximum exceeds it little (see set_limit()),
+// so that the results of earlier tiles have to be rescaled in few tiles only.
 template <int MT, bool kLazy = false>
 struct OnlineSoftmax {
   float row_max[2 * MT];                 // running maximum, or what is subtracted instead, in the units of the scores
@@ -28,15 +28,16 @@ struct OnlineSoftmax {
     if constexpr (kLazy) return found > limit[r] ? found : row_max[r];
     return found;
   }
-  // Adds the sum of a tile to that of the tiles before, which are rescaled by alpha. unit: by how much a score grows when
-  // its probability doubles.
+  // Adds the sum of a tile to that of the tiles before, which are rescaled by alpha. unit: by how much a score grows
+  // when its probability doubles.
   __device__ __forceinline__ void add_sum(int r, float alpha, float sum, float unit) {
     row_sum[r] = row_sum[r] * alpha + sum;
     if constexpr (kLazy) set_limit(r, unit);
   }
   // A probability is rounded to 16 bits, but that of the maximum, which is 1, is exact. This matters where one key has
   // much of the weight. So row_max is left alone only if the key with the new maximum has at most a quarter of the
-  // weight of the keys before it. Its probability is at most 2^8, too: a quarter of the sum could exceed the range of fp16.
+  // weight of the keys before it. Its probability is at most 2^8, too: a quarter of the sum could exceed the range of
+  // fp16.
   __device__ __forceinline__ void set_limit(int r, float unit) {
     float sum = row_sum[r];
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);

@@ -111,9 +111,9 @@ struct BwdConsumer : BwdResults<T> {
     typename T::ScoreMma score_mma;
     typename T::GradMma grad_mma;
     typename T::DqMma dq_mma;
-    const auto score_slice = score_mma.get_slice(consumer * 128);
-    const auto grad_slice = grad_mma.get_slice(consumer * 128);
-    const auto dq_slice = dq_mma.get_slice(consumer * 128);
+    const auto score_slice = operand_slice(score_mma, consumer);
+    const auto grad_slice = operand_slice(grad_mma, consumer);
+    const auto dq_slice = operand_slice(dq_mma, consumer);
     const auto tile = [](Element* data, auto layout) { return make_tensor(make_smem_ptr(data), layout); };
     Element* const own_k = s.k + kv_place.stage * T::kTileK;
     Element* const own_v = s.v + kv_place.stage * T::kTileK;

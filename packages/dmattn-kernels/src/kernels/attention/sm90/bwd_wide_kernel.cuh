@@ -48,9 +48,9 @@ struct WideConsumer : WideScores<T, kIsGradient> {
     typename T::ScoreMma score_mma;
     typename T::GradMma grad_mma;
     typename T::DqMma dq_mma;
-    const auto score_slice = score_mma.get_slice(thread);
-    const auto grad_slice = grad_mma.get_slice(thread);
-    const auto dq_slice = dq_mma.get_slice(thread);
+    const auto score_slice = operand_slice(score_mma, 0);
+    const auto grad_slice = operand_slice(grad_mma, 0);
+    const auto dq_slice = operand_slice(dq_mma, 0);
     const auto tile = [](Element* data, auto layout) { return make_tensor(make_smem_ptr(data), layout); };
     const auto columns = grad_slice.partition_fragment_B(
         tile(kIsGradient ? s.q : s.dout, typename T::template Columns<T::kBlockM, kStagesOfSecond>{}));

@@ -344,8 +344,8 @@ struct FwdConsumer {
   __device__ __forceinline__ void attend(const typename T::Item& item, bool has_keys) {
     typename T::ScoreMma score_mma;
     typename T::OutMma out_mma;
-    const auto score_slice = score_mma.get_slice(thread);
-    const auto out_slice = out_mma.get_slice(thread);
+    const auto score_slice = operand_slice(score_mma, consumer);
+    const auto out_slice = operand_slice(out_mma, consumer);
     const auto all_q =
         score_slice.partition_fragment_A(cute::make_tensor(cute::make_smem_ptr(s.q), typename T::LayoutQs{}));
     const auto q = all_q(cute::_, cute::_, cute::_, q_place.stage);
@@ -365,7 +365,7 @@ struct FwdConsumer {
       if constexpr (T::kBiasInProduct) {
         using Rows = typename T::template BiasLayout<64, 1>;
         using Keys = typename T::template BiasLayout<T::kBlockN, T::kStages>;
-        const auto slice = bias_mma.get_slice(threadIdx.x % 128);
+        const auto slice = operand_slice(bias_mma, 0);
         return cute::make_tuple(
             slice.partition_fragment_A(cute::make_tensor(cute::make_smem_ptr(s.general.rows), Rows{})),
             slice.partition_fragment_B(cute::make_tensor(cute::make_smem_ptr(s.general.keys), Keys{})));
@@ -409,11 +409,7 @@ struct FwdConsumer {
       if constexpr (T::kBiasInProduct) {
         const auto bias = cute::get<1>(bias_operands)(cute::_, cute::_, cute::_, k_place.stage);
         const auto ones = cute::get<0>(bias_operands)(cute::_, cute::_, cute::_, 0);
-        if constexpr (T::kConsumers == 3) {
-          start_biased_scores(score_mma, describe_again(q), keys, bias_mma, ones, bias, acc_s);
-        } else {
-          start_biased_scores(score_mma, q, keys, bias_mma, ones, bias, acc_s);
-        }
+        start_biased_scores(score_mma, q, keys, bias_mma, ones, bias, acc_s);
       } else {
         start_product<true>(score_mma, q, keys, acc_s);
       }
@@ -447,7 +443,7 @@ struct FwdConsumer {
       } else {
         finish_scores(cute::_1{});
         to_probabilities();
-        if constexpr (T::kHoldsOutput) stay_behind(scores[0][kFragmentsN - 1][0], smem_u32(&s));
+        if constexpr (T::kHoldsOutput) stay_behind(scores[0][kFragmentsN / 2 - 1][0], smem_u32(&s));
         finish_step();
       }
     };
@@ -543,7 +539,7 @@ struct FwdConsumer {
             release_keys(k_stage);
             if (is_cut) cut_only();
             take_probabilities_of_products(softmax, scores, keep, p.softmax_scale, scale_log2, middle);
-            if constexpr (T::kHoldsOutput) stay_behind(scores[0][kFragmentsN - 1][0], smem_u32(&s));
+            if constexpr (T::kHoldsOutput) stay_behind(scores[0][kFragmentsN / 2 - 1][0], smem_u32(&s));
             rest();
           }
         };

@@ -162,15 +162,6 @@ struct BiasOperandsLoader {
   }
 };
 
-// An operand in shared memory, with descriptors that the compiler derives from the first one here. It would otherwise
-// keep those of all parts in registers or, where these are few, in local memory.
-template <class Operand>
-__device__ __forceinline__ auto describe_again(const Operand& operand) {
-  auto first = operand.data();
-  asm volatile("" : "+r"(first.desc_.reg32_[0]));
-  return cute::make_tensor(first, operand.layout());
-}
-
 // Adds a large bias, which the products did not add. Afterwards all lanes have read it.
 template <class T, int kFragments>
 __device__ __forceinline__ void add_large_bias(float (&scores)[1][kFragments][4], const char* stage, float scale,

@@ -155,10 +155,10 @@ cudaError_t launch_fwd_mode(const KernelChoice& choice, const FwdParams& p, cuda
 }  // namespace sm90
 
 // Chooses among the kernels of a unit. For tiles of consecutive keys, a unit has plain kernels, kernels for packed
-// sequences, and kernels for a bias for each key alone for each of Hopper's head dimensions in its head-dim tile. For the
-// head-dim tile as a whole it has one kernel for windows, two for softcap, and general ones; in the tile of 256, the
-// general ones except for kAny are separate for 192 and 256. Most have a variant that splits the keys. For lists, a unit has kernels with and without
-// a bias for each key, again separate for 192 and 256.
+// sequences, and kernels for a bias for each key alone for each of Hopper's head dimensions in its head-dim tile. For
+// the head-dim tile as a whole it has one kernel for windows, two for softcap, and general ones; in the tile of 256,
+// the general ones except for kAny are separate for 192 and 256. Most have a variant that splits the keys. For lists, a
+// unit has kernels with and without a bias for each key, again separate for 192 and 256.
 template <class Element, int kHeadDimTile, bool kGathered>
 cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStream_t stream) {
   if constexpr (kGathered) {

@@ -21,7 +21,7 @@ enum class ScoreMode {
   kTileBias,       // a bias for each row and key, and a mask if there is one
   kKeyBias,        // a bias for each key and nothing else: the products add it (fwd_key_bias.cuh)
   kMaskedKeyBias,  // a bias for each key, and a mask or a window if there is one
-  kAny,            // all of these, also beside softcap or with a scale that is not positive
+  kAny,            // a mask and any bias, without a window; also beside softcap or with a scale that is not positive
   kWindow,         // nothing, but rows see a window of keys
   kPacked,         // nothing, over packed sequences
   kUnalignedBias,  // as kTileBias, with a 16-bit bias whose rows start on any two bytes (bias_classes.h)
@@ -97,7 +97,8 @@ struct FwdTraits {
   static constexpr bool kHasKeyBias = kBiasInProduct || kMode == ScoreMode::kMaskedKeyBias || kMode == ScoreMode::kAny;
   // Three consumers have neither a mask nor an fp32 bias: see sm90_general_fwd_is_tall().
   static constexpr bool kHasMask = kGeneral && kConsumers_ == 2, kHasWideBias = kConsumers_ == 2 && !kHasBoxedBias;
-  // The softmax is given logits; otherwise raw products.
+  // Row maxima are those of logits; otherwise of raw products. The softmax is given the same, except with
+  // kBiasInProduct: there it is given raw products.
   static constexpr bool kLogits = kHasTileBias || kHasKeyBias;
   // kTileBias and kAny would spill more registers if they had windows.
   static constexpr Windows kWindows = kMode == ScoreMode::kWindow ? Windows::kAlways

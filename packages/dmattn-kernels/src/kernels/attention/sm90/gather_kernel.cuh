@@ -49,7 +49,7 @@ struct GatherConsumer {
 
   const typename T::Arguments& p;
   typename T::Shared& s;
-  const int consumer, thread, warp, lane;  // thread: its number among all consumers' threads; warp: in its warpgroup
+  const int consumer, warp, lane;  // warp: its number in its warpgroup
   RingPlace<T::kStages> k_place, v_place;
   RingPlace<T::kFactStages> facts_place;
   RingPlace<2> item_place;
@@ -60,7 +60,6 @@ struct GatherConsumer {
       : p(arguments),
         s(shared),
         consumer(cutlass::canonical_warp_group_idx() - 1),
-        thread(threadIdx.x - 128),
         warp(threadIdx.x / 32 % 4),
         lane(threadIdx.x % 32) {}
 
@@ -135,13 +134,13 @@ struct GatherConsumer {
     using namespace cute;
     typename T::ScoreMma score_mma;
     typename T::OutMma out_mma;
-    const auto score_slice = score_mma.get_slice(thread);
+    const auto score_slice = operand_slice(score_mma, consumer);
     const auto all_q = make_tensor(make_smem_ptr(s.q), typename T::LayoutQs{});
     const auto all_k = make_tensor(make_smem_ptr(s.k), typename T::LayoutK{});
     const auto q = score_slice.partition_fragment_A(all_q);
     const auto k = score_slice.partition_fragment_B(all_k);
     const auto v =
-        out_mma.get_slice(thread).partition_fragment_B(make_tensor(make_smem_ptr(s.v), typename T::LayoutVt{}));
+        operand_slice(out_mma, consumer).partition_fragment_B(make_tensor(make_smem_ptr(s.v), typename T::LayoutVt{}));
     auto acc_s = partition_fragment_C(score_mma, Shape<Int<T::kBlockM>, Int<T::kBlockN>>{});
     auto acc_o = partition_fragment_C(out_mma, Shape<Int<T::kBlockM>, Int<T::kHeadDim>>{});
     // The probabilities as first operand of the second product: the scores' registers in the same order, in groups of
@@ -173,8 +172,8 @@ struct GatherConsumer {
         packed(2 * i + 1) = ElementTraits<typename T::Element>::pack(found[0][i][2], found[0][i][3]);
       }
     };
-    // Starts two products: the scores of a tile into acc, and the output of the tile before. Returns when the scores are
-    // there.
+    // Starts two products: the scores of a tile into acc, and the output of the tile before. Returns when the scores
+    // are there.
     const auto start_both = [&](auto& mma, auto& a, auto& b, auto& acc) __attribute__((always_inline)) {
       wait_for_tile(s.k_full, k_place);
       wait_turn();
@@ -204,7 +203,7 @@ struct GatherConsumer {
     const auto tail_step = [&](auto keys, int seen_by_all) __attribute__((always_inline)) {
       constexpr int kKeys = decltype(keys)::value;
       typename T::template TailMma<kKeys> tail_mma;
-      const auto slice = tail_mma.get_slice(thread);
+      const auto slice = operand_slice(tail_mma, consumer);
       const auto tail_q = slice.partition_fragment_A(all_q);
       const auto first_keys = composition(all_k.layout(), make_tile(Layout<Int<kKeys>>{}, _, _));
       const auto tail_k = slice.partition_fragment_B(make_tensor(all_k.data(), first_keys));
@@ -324,7 +323,7 @@ struct GatherConsumer {
     const auto all_q = make_tensor(make_smem_ptr(s.q), typename T::LayoutQs{});
     const auto all_k = make_tensor(make_smem_ptr(s.k), typename T::LayoutK{});
     const auto v =
-        out_mma.get_slice(thread).partition_fragment_B(make_tensor(make_smem_ptr(s.v), typename T::LayoutVt{}));
+        operand_slice(out_mma, consumer).partition_fragment_B(make_tensor(make_smem_ptr(s.v), typename T::LayoutVt{}));
     auto acc_o = partition_fragment_C(out_mma, Shape<Int<T::kBlockM>, Int<T::kHeadDim>>{});
     auto& out = fragments(acc_o);
     Softmax softmax;
@@ -336,7 +335,7 @@ struct GatherConsumer {
     const auto step = [&](auto is_masked, auto keys, int seen_by_all) __attribute__((always_inline)) {
       constexpr int kKeys = decltype(keys)::value;
       typename T::template TailMma<kKeys> mma;
-      const auto slice = mma.get_slice(thread);
+      const auto slice = operand_slice(mma, consumer);
       const auto q = slice.partition_fragment_A(all_q);
       const auto k = slice.partition_fragment_B(
           local_tile(all_k, Shape<Int<kKeys>, Int<T::kHeadDim>, Int<T::kStages>>{}, make_coord(_0{}, _0{}, _0{})));
@@ -421,7 +420,7 @@ struct GatherConsumer {
     using namespace cute;
     using Operands = typename T::BiasOperands;
     typename T::template TailBiasMma<kKeys> bias_mma;
-    const auto slice = bias_mma.get_slice(threadIdx.x % 128);
+    const auto slice = operand_slice(bias_mma, 0);
     const auto all_keys =
         make_tensor(make_smem_ptr(s.bias_operands.keys), typename T::template BiasLayout<T::kBlockN, T::kStages>{});
     const auto rows = slice.partition_fragment_A(

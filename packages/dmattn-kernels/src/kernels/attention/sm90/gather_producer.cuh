@@ -3,9 +3,9 @@
 //
 // Eight threads copy a row of a panel (128 bytes), 16 bytes each. In a large tile a thread copies neighbouring rows,
 // whose entries of the list it reads with wide loads (read_rows). In a small tile the threads of a warp pass their
-// positions to each other (share_position). For each tile, a thread also reads one entry of the list a tile ahead, which
-// brings the list into the L1 cache, and the interval end and bias of the key that it names. No instruction uses a
-// loaded value before it is needed, since it would wait for the load.
+// positions to each other (share_position). For each tile, a thread also reads one entry of the list a tile ahead,
+// which brings the list into the L1 cache, and the interval end and bias of the key that it names. No instruction uses
+// a loaded value before it is needed, since it would wait for the load.
 #pragma once
 
 #include <climits>
@@ -264,9 +264,9 @@ struct GatherProducer {
   }
 
   // Copies the Q of an item once the item has been announced, and not after its first K: a Q comes from memory, a K
-  // mostly from the L2 cache. Its stage is the one that the item two before had. The consumers release it before they ask
-  // for the item announced now, and what they need until then has been copied, or is copied by warps that do not wait for
-  // this one. The Q of an item without keys is not read.
+  // mostly from the L2 cache. Its stage is the one that the item two before had. The consumers release it before they
+  // ask for the item announced now, and what they need until then has been copied, or is copied by warps that do not
+  // wait for this one. The Q of an item without keys is not read.
   __device__ __forceinline__ void copy_q(const Work& work) {
     if (work.index >= p.items) return;
     if (warp == 0) {
@@ -315,9 +315,9 @@ struct GatherProducer {
     return rows;
   }
 
-  // The keys of the rows of a tile that this thread copies (row_of()): with one team entries of the list as loaded, with
-  // two teams positions. In whole tiles a thread of a single team has neighbouring rows, whose entries it loads at once.
-  // Otherwise it has every kPassKeys-th row, so that all threads have a part of the rows that there are.
+  // The keys of the rows of a tile that this thread copies (row_of()): with one team entries of the list as loaded,
+  // with two teams positions. In whole tiles a thread of a single team has neighbouring rows, whose entries it loads at
+  // once. Otherwise it has every kPassKeys-th row, so that all threads have a part of the rows that there are.
   struct Rows {
     alignas(16) int32_t key[T::kPasses];
   };
@@ -346,8 +346,8 @@ struct GatherProducer {
     }
     return rows;
   }
-  // The same, by shuffles, from the one position that each thread has read: `own` is chosen so that a warp's threads have
-  // read those that the warp needs.
+  // The same, by shuffles, from the one position that each thread has read: `own` is chosen so that a warp's threads
+  // have read those that the warp needs.
   __device__ __forceinline__ Rows share_position(int position) const {
     Rows rows;
 #pragma unroll

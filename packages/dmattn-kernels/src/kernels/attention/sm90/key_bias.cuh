@@ -1,9 +1,10 @@
-// A bias for each key that the products of scores add, in kernels of the Hopper forward. Q has three more columns, which
-// are ones, and K has in these columns three 16-bit numbers whose sum is bias / softmax_scale. The softmax is then that
-// of raw products. A large bias is added to the scores instead, and its columns of K are 0: in the product it might
-// overflow, and the logits would not be rounded as in the backward. Over lists this is decided for each key, in the dense
-// forward for each tile. There a tile of large numbers near each other, as of a bias that grows with the position
-// (ALiBi), has their differences from a number in their middle in the product, and the softmax adds that number.
+// A bias for each key that the products of scores add, in kernels of the Hopper forward. Q has three more columns,
+// which are ones, and K has in these columns three 16-bit numbers whose sum is bias / softmax_scale. The softmax is
+// then that of raw products. A large bias is added to the scores instead, and its columns of K are 0: in the product it
+// might overflow, and the logits would not be rounded as in the backward. Over lists this is decided for each key, in
+// the dense forward for each tile. There a tile of large numbers near each other, as of a bias that grows with the
+// position (ALiBi), has their differences from a number in their middle in the product, and the softmax adds that
+// number.
 #pragma once
 
 #include <cutlass/numeric_types.h>

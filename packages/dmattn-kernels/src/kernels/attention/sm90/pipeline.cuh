@@ -96,6 +96,15 @@ __device__ __forceinline__ void add_vector(float* to, const float (&x)[4]) {
                : "memory");
 }
 
+// Where a consumer looks up its part of an operand in shared memory: as the first thread of its warpgroup. All threads
+// of a warpgroup have the same descriptor of it. Of the number of the consumer the compiler knows that, unlike of
+// threadIdx.x. It then computes descriptors in uniform registers, where WGMMA wants them. Otherwise it keeps them in
+// registers of each thread, or in local memory, and moves each one in front of its product.
+template <class Mma>
+__device__ __forceinline__ auto operand_slice(const Mma& mma, int consumer) {
+  return mma.get_slice(consumer * 128);
+}
+
 // Starts c = a * b (kClear) or c += a * b. The products run until warpgroup_wait() says that they are done; until then
 // nobody may touch c, or a where it lies in registers.
 template <bool kClear, class Mma, class A, class B, class C>
