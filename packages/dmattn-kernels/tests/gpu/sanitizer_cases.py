@@ -589,6 +589,18 @@ def attend(
     ]
 
 
+def has_rest(launch: Launch) -> bool:
+    """Whether the rest of the log-sum-exp is written and read.
+
+    Hopper's backward with a bias needs it; without it, the sm80 code runs. The backward over few
+    keys may be given it.
+    """
+    named = launch.name.startswith(
+        ("dense rows", "listed rows", "wide heads", "few keys", "no keys")
+    )
+    return bool(launch.bias) and (launch.select is not None or named)
+
+
 def enqueue_both(
     gpu: Gpu,
     launch: Launch,
@@ -611,10 +623,7 @@ def enqueue_both(
 
     call |= views("q", "k", "v", "mask", "bias", "out", "lse")
     call |= {"softmax_scale": scale, "softcap": launch.softcap, "is_causal": launch.causal}
-    # Hopper's backward with a bias needs the rest of the log-sum-exp; the one over few keys may be
-    # given it.
-    named = launch.name.startswith(("dense rows", "wide heads", "few keys", "no keys"))
-    if launch.bias and (launch.select or named):
+    if has_rest(launch):
         rest = gpu.output(row_shape, "f32", fill)
         call["lse_rest"] = rest.view
         if launch.seqlen_k == 0:  # the rest is 0 then, in each row

@@ -8,6 +8,7 @@ import pytest
 
 from gpu import sanitize, sanitizer_cases, sanitizer_garbage
 from gpu.device import FAMILY_VARIABLE
+from gpu.sanitizer_hopper_launches import hopper_launches
 from gpu.sanitizer_launch import Launch
 from gpu.sanitizer_short import NARROW_SHORT, SHORT
 
@@ -54,6 +55,13 @@ def test_lists_of_hopper_reach_its_kernels(monkeypatch: pytest.MonkeyPatch) -> N
     assert launches == own and {bool(launch.bias) for launch in launches} == {True, False}
     many = [x for x in launches if -(-x.seqlen_q // 128) * x.nheads * x.batch > 132]
     assert {bool(launch.bias) for launch in many} == {True, False}
+
+
+def test_gradients_of_hopper_with_a_bias_reach_its_kernels() -> None:
+    """Its backward with a bias needs the rest of lse; without it, the sm80 code would run."""
+    biased = [launch for _, launch in hopper_launches() if launch.bias and launch.wants]
+    assert any(launch.name.startswith("wide heads") for launch in biased)
+    assert not [launch.name for launch in biased if not sanitizer_cases.has_rest(launch)]
 
 
 def few_keys(family: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, Launch]]:
